@@ -1,0 +1,1 @@
+"""Prompts, chat rendering, answers, hidden-state capture, the trace store and batching."""

@@ -1,0 +1,144 @@
+"""Answers by the target itself, decoded in a batch whose finished rows are replaced.
+
+A row's result depends on its id, prompt and settings, not on its neighbours: its random numbers come from
+its own generator. Greedy answers can still differ between batches where the top two logits tie within
+rounding. Legend: B rows in the batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from data.sampling import Sampling, draw, probabilities, row_generator
+from drafters.target import Target
+
+
+@dataclass
+class Request:
+    """One prompt to continue. `overrun` tokens are generated greedily beyond the stop and kept apart."""
+
+    id: str
+    prompt: list[int]
+    sampling: Sampling = Sampling()
+    overrun: int = 0
+
+
+@dataclass
+class Answer:
+    """The target's tokens for a request; `finish` is 'stop' (an end token, kept last) or 'length'."""
+
+    id: str
+    prompt: list[int]
+    tokens: list[int]
+    finish: str
+    overrun: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Row:
+    request: Request
+    uniforms: Tensor
+    tokens: list[int] = field(default_factory=list)
+    finish: str = ""
+    overrun: list[int] = field(default_factory=list)
+
+    def push(self, token: int, end_ids: set[int], max_tokens: int) -> bool:
+        """Takes one token; True where the row is complete."""
+        if self.finish:
+            self.overrun.append(token)
+        else:
+            self.tokens.append(token)
+            if token in end_ids:
+                self.finish = "stop"
+            elif len(self.tokens) == max_tokens:
+                self.finish = "length"
+        return bool(self.finish) and len(self.overrun) >= self.request.overrun
+
+
+class Generator:
+    """Decodes many requests with one target. `refill` free rows are awaited before a prefill is worth it."""
+
+    def __init__(self, target: Target, max_tokens: int, batch_size: int, seed: int = 0,
+                 end_ids: list[int] | None = None) -> None:
+        self.target, self.max_tokens, self.seed = target, max_tokens, seed
+        self.batch_size = batch_size
+        self.refill = max(1, batch_size // 8)
+        self.end_ids = set(target.end_ids if end_ids is None else end_ids)
+
+    def run(self, requests: list[Request], progress: Callable[[int], None] = lambda tokens: None) -> list[Answer]:
+        """Answers in the order of the requests. `progress` gets the number of new tokens of each step."""
+        if not requests:
+            return []
+        longest = max(len(r.prompt) for r in requests) + self.max_tokens + max(r.overrun for r in requests)
+        slots = min(self.batch_size, len(requests))
+        cache = self.target.new_cache(slots, longest)
+        queue = list(reversed(requests))
+        active: list[_Row | None] = [None] * slots
+        done: dict[str, Answer] = {}
+        while queue or any(active):
+            free = [s for s, row in enumerate(active) if row is None]
+            if queue and (len(free) >= self.refill or len(free) == len(active)):
+                started = [queue.pop() for _ in free[: len(queue)]]
+                self.prefill(cache, free[: len(started)], started, active, done)
+                progress(len(started))
+                continue
+            if free and not queue:  # draining: drop the empty rows so that a step costs what is left
+                keep = [s for s, row in enumerate(active) if row is not None]
+                if len(keep) <= len(active) * 3 // 4 or len(keep) < 4:
+                    cache.keep(torch.tensor(keep, device=self.target.device))
+                    active = [active[s] for s in keep]
+            progress(self.step(cache, active, done))
+        return [done[r.id] for r in requests]
+
+    def prefill(self, cache, slots: list[int], requests: list[Request], active: list, done: dict) -> None:
+        """Runs the prompts of new rows together and takes each one's first token."""
+        device = self.target.device
+        lengths = [len(r.prompt) for r in requests]
+        ids = torch.zeros(len(requests), max(lengths), dtype=torch.long, device=device)
+        for i, r in enumerate(requests):
+            ids[i, : lengths[i]] = torch.tensor(r.prompt, device=device)
+        positions = torch.arange(ids.shape[1], device=device).expand_as(ids).contiguous()
+        rows = torch.tensor(slots, device=device)
+        final = self.target.forward(ids, positions, cache, rows, logits=False).final
+        last = final[torch.arange(len(requests), device=device), torch.tensor(lengths, device=device) - 1]
+        for slot, r in zip(slots, requests):
+            uniforms = torch.empty(0)
+            if not r.sampling.greedy:
+                uniforms = torch.rand(self.max_tokens, generator=row_generator(self.seed, r.id))
+            active[slot] = _Row(r, uniforms)
+        with torch.inference_mode():
+            self.take(self.target.head(last), slots, active, done)
+
+    def step(self, cache, active: list, done: dict) -> int:
+        """One token for every active row; empty rows compute a dummy at position 0 of their own row."""
+        device = self.target.device
+        ids, positions = [], []
+        for row in active:
+            sequence = [] if row is None else row.tokens + row.overrun
+            ids.append(sequence[-1] if sequence else 0)
+            positions.append(0 if row is None else len(row.request.prompt) + len(sequence) - 1)
+        logits = self.target.forward(torch.tensor(ids, device=device)[:, None],
+                                     torch.tensor(positions, device=device)[:, None], cache).logits[:, 0]
+        slots = [s for s, row in enumerate(active) if row is not None]
+        self.take(logits[slots], slots, active, done)
+        return len(slots)
+
+    def take(self, logits: Tensor, slots: list[int], active: list, done: dict) -> None:
+        """Chooses a token for each slot from its logits [B, V] and retires the rows that are complete."""
+        tokens = logits.argmax(-1)
+        by_settings: dict[Sampling, list[int]] = {}
+        for i, slot in enumerate(slots):
+            row = active[slot]
+            if not row.request.sampling.greedy and not row.finish:
+                by_settings.setdefault(row.request.sampling, []).append(i)
+        for sampling, picks in by_settings.items():
+            uniforms = torch.stack([active[slots[i]].uniforms[len(active[slots[i]].tokens)] for i in picks])
+            tokens[picks] = draw(probabilities(logits[picks], sampling), uniforms.to(logits.device))
+        for slot, token in zip(slots, tokens.tolist()):
+            row = active[slot]
+            if row.push(token, self.end_ids, self.max_tokens):
+                r = row.request
+                done[r.id] = Answer(r.id, r.prompt, row.tokens, row.finish, row.overrun)
+                active[slot] = None

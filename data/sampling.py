@@ -1,0 +1,77 @@
+"""Temperature, top-k and top-p on logits, and sampling with one generator a row.
+
+Legend: B rows, V vocabulary. Probabilities are float32 whatever the model's dtype.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HEAD = 256  # candidates tried before a full sort: almost every nucleus is smaller
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def row_generator(seed: int, row_id: str) -> torch.Generator:
+    """A generator that depends on the seed and the row's id only, not on the batch it is decoded in."""
+    digest = hashlib.sha256(f"{seed}:{row_id}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution sampled from: [..., V] logits to [..., V] probabilities, as transformers' warpers define it.
+
+    Greedy gives one-hot rows. top_k keeps the k largest (ties of the k-th too); top_p then keeps the
+    smallest set of largest probabilities whose sum reaches p, without sorting the vocabulary where the
+    first 256 reach it.
+    """
+    if sampling.greedy:
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    logits = logits.to(dtype) / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probs = logits.softmax(-1)
+    if sampling.top_p < 1.0:
+        floor = nucleus_floor(probs, sampling.top_p)
+        probs = probs.masked_fill(probs < floor, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def nucleus_floor(probs: Tensor, top_p: float) -> Tensor:
+    """The smallest probability inside the nucleus, [..., 1]."""
+    width = min(HEAD, probs.shape[-1])
+    head = probs.topk(width, dim=-1).values
+    if width < probs.shape[-1] and bool((head.sum(-1) < top_p).any()):
+        head = probs.sort(dim=-1, descending=True).values
+    before = head.cumsum(-1) - head  # mass of everything larger
+    inside = before < top_p
+    return head.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """One token a row by inverse CDF: probs [B, V], uniforms [B] in [0, 1) -> ids [B]."""
+    cdf = probs.double().cumsum(-1)
+    point = uniforms.double()[:, None] * cdf[:, -1:]
+    picked = torch.searchsorted(cdf, point, right=True)[:, 0].clamp_(max=probs.shape[-1] - 1)
+    # A uniform at the very end can round onto a token of probability zero: step back to the last possible one.
+    impossible = probs.gather(-1, picked[:, None])[:, 0] == 0
+    if bool(impossible.any()):
+        last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
+        picked = torch.where(impossible, last, picked)
+    return picked

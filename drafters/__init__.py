@@ -1,0 +1,1 @@
+"""Draft models with their losses, the target wrapper, vocabulary maps, the propose recursion, export."""

@@ -1,0 +1,93 @@
+"""Key/value caches with one length a row: ragged batches write where they are, and rollback is a shorter length.
+
+Legend: B rows in this call, R rows of the cache, q tokens a row, S capacity, W columns in use,
+nkv key/value heads, hd head dimension.
+"""
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+
+class RowStore:
+    """Keys and values of one layer, [R, S, nkv, hd], addressed by (row, position)."""
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.rows, self.capacity = rows, capacity
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def write(self, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Stores [B, q, nkv, hd] at `positions` [B, q] of `rows` [B]; what was there is replaced."""
+        if self.keys is None:
+            self.keys = keys.new_zeros(self.rows, self.capacity, *keys.shape[2:])
+            self.values = values.new_zeros(self.rows, self.capacity, *values.shape[2:])
+        self.keys[rows[:, None], positions] = keys
+        self.values[rows[:, None], positions] = values
+
+    def read(self, rows: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+        """Columns [0, width) as [B, nkv, W, hd] each; `rows` None is every row, without a copy."""
+        keys, values = self.keys[:, :width], self.values[:, :width]
+        if rows is not None:
+            keys, values = keys[rows], values[rows]
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drops every row but these and moves them to the front, in this order."""
+        self.rows = len(rows)
+        if self.keys is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class _Layer(CacheLayerMixin):
+    """One layer as transformers sees it; the owner sets rows, positions and width before each forward."""
+
+    is_sliding = False
+
+    def __init__(self, owner: "RowCache") -> None:
+        super().__init__()
+        self.owner = owner
+        self.store = RowStore(owner.rows, owner.capacity)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        owner = self.owner
+        self.store.write(key_states.transpose(1, 2), value_states.transpose(1, 2), owner.at_rows, owner.at_positions)
+        return self.store.read(None if owner.whole else owner.at_rows, owner.width)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.width, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.width
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+
+class RowCache(Cache):
+    """A transformers cache over RowStores. Positions decide what is visible; the cache keeps no length."""
+
+    def __init__(self, layers: int, rows: int, capacity: int) -> None:
+        self.rows, self.capacity, self.width = rows, capacity, 0
+        self.at_rows = self.at_positions = torch.empty(0)
+        self.whole = True
+        super().__init__(layers=[_Layer(self) for _ in range(layers)])
+
+    def aim(self, rows: Tensor | None, positions: Tensor) -> None:
+        """Says which rows [B] (None: all) and positions [B, q] the next forward writes and reads."""
+        self.whole = rows is None
+        self.at_rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
+        self.at_positions = positions
+        self.width = int(positions.max()) + 1
+        if self.width > self.capacity:
+            raise ValueError(f"position {self.width - 1} is beyond the cache of {self.capacity}")
+
+    def keep(self, rows: Tensor) -> None:
+        """Drops every row but these; see RowStore.keep."""
+        self.rows = len(rows)
+        for layer in self.layers:
+            layer.store.keep(rows)

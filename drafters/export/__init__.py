@@ -1,0 +1,1 @@
+"""Checkpoint layouts that serving engines load: pure key and config mappings."""

@@ -1,0 +1,64 @@
+"""Two exact reformulations that make a target fast for few rows on a CPU (same mathematics, other rounding).
+
+Measured in bench/; neither is used on a GPU.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+GROUPED = "drafthouse_grouped"
+SKINNY_ROWS = 48
+
+
+class SkinnyLinear(nn.Linear):
+    """nn.Linear that computes (W x^T)^T for 2 to 48 rows.
+
+    The library's matrix product streams a weight [out, in] several times when the left side has few rows;
+    with the weight on the left it reads it once, so a verification of five tokens costs little more than one.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        if not 2 <= rows <= SKINNY_ROWS or torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        # Contiguous again: torch's attention takes a slow copying path for transposed inputs.
+        y = torch.mm(self.weight, x.reshape(rows, -1).t()).t().contiguous()  # [rows, out]
+        if self.bias is not None:
+            y = y + self.bias
+        return y.reshape(*x.shape[:-1], -1)
+
+
+def use_skinny_linear(model: nn.Module) -> None:
+    """Turns every plain nn.Linear of a float32 model into a SkinnyLinear, weights untouched."""
+    for module in model.modules():
+        if type(module) is nn.Linear and module.weight.dtype == torch.float32:
+            module.__class__ = SkinnyLinear
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """Grouped-query attention without repeating keys and values: the g heads of a group become g queries.
+
+    query [B, nkv*g, q, hd], key and value [B, nkv, W, hd]; attention_mask [B, 1, q, W] or, folded
+    beforehand, [B, 1, g*q, W]. Returns [B, q, nkv*g, hd] as transformers' attention functions do.
+    """
+    B, heads, q, hd = query.shape
+    g = heads // key.shape[1]
+    if attention_mask is None or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if attention_mask.shape[2] != g * q:
+        attention_mask = fold_mask(attention_mask, g)
+    folded = query.reshape(B, heads // g, g * q, hd)
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(B, heads, q, -1).transpose(1, 2).contiguous(), None
+
+
+def fold_mask(mask: Tensor, g: int) -> Tensor:
+    """[B, 1, q, W] -> [B, 1, g*q, W], the order of a query folded by `grouped_attention`."""
+    B, _, q, W = mask.shape
+    return mask[:, :, None].expand(B, 1, g, q, W).reshape(B, 1, g * q, W)
+
+
+AttentionInterface.register(GROUPED, grouped_attention)

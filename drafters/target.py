@@ -1,0 +1,201 @@
+"""The target model: loading, fingerprint, hidden-state taps, cached forward passes.
+
+Layer ids follow Hugging Face: `hidden_states[k]` is the state ENTERING layer k. The final state is the one
+after the final norm, applied once. Legend: B rows, q tokens a row, H target hidden size, V vocabulary.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from drafters.cache import RowCache
+from drafters.embedded import materialise
+from drafters.fast_cpu import GROUPED, fold_mask, use_skinny_linear
+from recipes.errors import ConfigError
+from recipes.files import sha256_file, sha256_json
+from recipes.schema import Target as TargetSection
+
+
+@dataclass
+class States:
+    """What one forward pass of the target yields."""
+
+    final: Tensor  # [B, q, H] after the final norm
+    taps: Tensor | None  # [B, q, n*H] states entering the tapped layers, ascending
+    logits: Tensor | None  # [B, q, V]
+
+
+def default_layers(layers: int) -> list[int]:
+    """EAGLE-3's taps [2, L//2, L-3]; ConfigError where a shallow target makes them collide (case 63)."""
+    chosen = [2, layers // 2, layers - 3]
+    if not (0 <= chosen[0] < chosen[1] < chosen[2]):
+        raise ConfigError(
+            f"trace.layers: the default [2, L//2, L-3] = {chosen} is not three distinct ascending layers for a "
+            f"target of {layers}; set trace.layers to three of 0..{layers}"
+        )
+    return chosen
+
+
+def resolve_model(section: TargetSection) -> str:
+    """A path or Hub id that transformers can load; materialises an embedded target."""
+    if section.model.startswith("embedded:"):
+        return str(materialise(section.model.removeprefix("embedded:"), Path(section.cache_dir)))
+    return section.model
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def use_threads(threads: int) -> None:
+    """Sets torch's CPU threads; `accelerate launch` would otherwise leave one (it sets OMP_NUM_THREADS=1)."""
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+
+
+class Target:
+    """A loaded target. `layers` are the tapped layer ids (empty: no taps)."""
+
+    def __init__(self, section: TargetSection, layers: list[int] | None = None) -> None:
+        """Loads model and tokenizer. Raises ConfigError naming `target.model` for anything unusable."""
+        use_threads(section.threads)
+        self.section = section
+        self.path = resolve_model(section)
+        self.device = pick_device(section.device)
+        self.dtype = getattr(torch, section.dtype)
+        options = {"trust_remote_code": section.trust_remote_code}
+        try:
+            self.config = AutoConfig.from_pretrained(self.path, **options).get_text_config()
+            self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
+            model = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype, use_safetensors=True, **options)
+        except (OSError, ValueError, KeyError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ConfigError(f"target.model = {section.model}: cannot be loaded: {first}") from None
+        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.depth = self.config.num_hidden_layers
+        self.hidden = self.config.hidden_size
+        self.groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        self.max_length = self.config.max_position_embeddings
+        self.grouped = self.device.type == "cpu" and section.skinny_linear
+        if self.grouped:
+            use_skinny_linear(self.model)
+            self.model.set_attn_implementation(GROUPED)
+        self.layers = self.check_layers(layers)
+        self.seen: dict[int, Tensor] = {}
+        self.watch()
+        self.check_head()
+
+    @property
+    def head(self) -> nn.Linear:
+        """The vocabulary projection, weight [V, H]."""
+        return self.model.get_output_embeddings()
+
+    @property
+    def embedding(self) -> Tensor:
+        """Input embedding table [V, H]."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def vocab_size(self) -> int:
+        """V as in the config, padding rows included."""
+        return self.config.vocab_size
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Every id that ends a turn: generation config, model config and the tokenizer's own."""
+        found = set()
+        for value in (self.model.generation_config.eos_token_id, self.config.eos_token_id,
+                      self.tokenizer.eos_token_id):
+            found |= set(value) if isinstance(value, (list, tuple)) else {value}
+        return sorted(found - {None})
+
+    def check_layers(self, layers: list[int] | None) -> list[int]:
+        if layers is None:
+            return []
+        chosen = list(layers) or default_layers(self.depth)
+        if len(set(chosen)) != len(chosen) or chosen != sorted(chosen) or not all(0 <= k <= self.depth for k in chosen):
+            raise ConfigError(f"trace.layers = {chosen}: must be distinct, ascending and within 0..{self.depth}")
+        return chosen
+
+    def watch(self) -> None:
+        """Hooks that keep the state entering each tapped layer; id L is what enters the final norm."""
+        base = self.model.get_decoder()
+        for k in self.layers:
+            module = base.layers[k] if k < self.depth else base.norm
+            module.register_forward_pre_hook(self.keeper(k), with_kwargs=True)
+
+    def keeper(self, k: int):
+        def keep(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            self.seen[k] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
+
+    def check_head(self) -> None:
+        """The teacher is head(final state): refuses a target whose logits are anything else."""
+        ids = torch.tensor([[1, 2, 3]], device=self.device) % self.vocab_size
+        with torch.inference_mode():
+            logits = self.model(ids, use_cache=False).logits
+            ours = self.head(self.model.get_decoder()(ids, use_cache=False).last_hidden_state)
+        if not torch.allclose(logits.float(), ours.float(), rtol=1e-3, atol=1e-3):
+            kind = type(self.model).__name__
+            raise ConfigError(f"target.model = {self.section.model}: {kind} scales or caps its logits; not supported")
+
+    def new_cache(self, rows: int, capacity: int) -> RowCache:
+        """An empty cache of `rows` rows with room for `capacity` tokens each."""
+        return RowCache(self.depth, rows, capacity)
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, positions: Tensor, cache: RowCache | None = None, rows: Tensor | None = None,
+                logits: bool = True) -> States:
+        """One pass over `ids` [B, q] at `positions` [B, q]: each sees the cache's columns up to its own position.
+
+        rows: the cache rows these belong to (None: all). Without a cache the q tokens see one another,
+        causally by position. Padding goes at the end of a row, at positions not used yet.
+        """
+        if cache is None:
+            columns = positions
+        else:
+            cache.aim(rows, positions)
+            columns = torch.arange(cache.width, device=positions.device)[None]
+        visible = columns[:, None, None, :] <= positions[:, None, :, None]  # [B, 1, q, W]
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=positions.device)
+        mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
+        if self.grouped:
+            mask = fold_mask(mask, self.groups)
+        self.seen.clear()
+        final = self.model.get_decoder()(
+            input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=cache is not None,
+        ).last_hidden_state
+        taps = torch.cat([self.seen[k] for k in self.layers], dim=-1) if self.layers else None
+        return States(final, taps, self.head(final) if logits else None)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What must agree between traces, drafter and serving: weights, config, dtype, tokenizer, template."""
+        return {
+            "weights": self.weights_digest(),
+            "config": sha256_json({k: v for k, v in self.config.to_dict().items() if not k.startswith("_")
+                                   and k not in ("transformers_version", "dtype", "name_or_path")}),
+            "dtype": self.section.dtype,
+            "tokenizer": sha256_json({"vocab": self.tokenizer.get_vocab(), "added": sorted(
+                str(t) for t in self.tokenizer.added_tokens_decoder.values())}),
+            "template": sha256_json(self.tokenizer.chat_template or ""),
+        }
+
+    def weights_digest(self) -> str:
+        """Digest of a local folder's safetensors files, or of sampled tensor content for a Hub id."""
+        folder = Path(self.path)
+        if folder.is_dir():
+            return sha256_json({f.name: sha256_file(f) for f in sorted(folder.glob("*.safetensors"))})
+        sample = {name: [float(p.flatten()[0]), float(p.float().sum())] for name, p in self.model.named_parameters()}
+        return sha256_json(sample)
+
+
+def require_chat_template(target: Target) -> None:
+    """ConfigError where the tokenizer cannot render a chat."""
+    if not target.tokenizer.chat_template:
+        raise ConfigError(f"target.model = {target.section.model}: its tokenizer has no chat template")

@@ -1,0 +1,1 @@
+"""Speculative decoding loop, lossless checks, metrics, timing, report."""

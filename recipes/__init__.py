@@ -1,0 +1,1 @@
+"""Recipes: typed sections, strict loader, provenance, command line."""

@@ -1,0 +1,102 @@
+"""What every entry point shares: flags, exit codes, errors without a traceback, the run's folder."""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from recipes.errors import INTERRUPTED, ConfigError, DrafthouseError, RunError
+from recipes.files import write_text
+from recipes.loader import dump_recipe, flags, load_recipe
+from recipes.schema import Recipe
+
+DEFAULT_RECIPE = "recipes/smollm2-135m/eagle3-demo.yaml"
+
+
+@dataclass
+class Command:
+    """One stage as the user calls it. `switches` are flags without a value: name -> help."""
+
+    name: str
+    about: str
+    main: Callable[[Recipe, set[str]], None]
+    switches: dict[str, str] = field(default_factory=dict)
+
+
+def help_text(command: Command) -> str:
+    lines = [command.about, "", f"usage: {command.name} --config RECIPE.yaml [--section.field value ...]", ""]
+    lines += ["  --config FILE  the recipe", "  --cache-dir DIR  short for --target.cache_dir"]
+    lines += ["  --debug  show the traceback of an error"]
+    lines += [f"  --{name}  {about}" for name, about in command.switches.items()]
+    lines += ["", "recipe fields, each with its default:"]
+    lines += [f"  --{name} {default!r}: {about}" for name, default, about in flags(Recipe)]
+    lines += [textwrap.dedent("""
+        exit codes: 0 done, 2 bad usage or configuration, 1 failed or gate broken,
+        130 interrupted, 143 stopped by SIGTERM after saving""")]
+    return "\n".join(lines)
+
+
+def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], set[str], bool]:
+    """Splits argv into (recipe path, overrides, switches, debug). Raises ConfigError for anything else."""
+    path, overrides, switches, debug = DEFAULT_RECIPE, {}, set(), False
+    items = iter(argv)
+    for item in items:
+        name, equals, value = item.removeprefix("--").partition("=")
+        if not item.startswith("--"):
+            raise ConfigError(f"{item}: not an option; options begin with --, see --help")
+        if name in command.switches and not equals:
+            switches.add(name)
+        elif name == "debug":
+            debug = True
+        else:
+            if not equals:
+                value = next(items, None)
+                if value is None:
+                    raise ConfigError(f"--{name}: a value is missing")
+            if name == "config":
+                path = value
+            else:
+                overrides["target.cache_dir" if name == "cache-dir" else name] = value
+    return path, overrides, switches, debug
+
+
+def run(command: Command, argv: list[str] | None = None) -> None:
+    """Runs a stage as a process: never returns, exits with the code that DESIGN.md promises."""
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        print(help_text(command))
+        sys.exit(0)
+    debug = "--debug" in argv
+    try:
+        path, overrides, switches, debug = parse_args(command, argv)
+        command.main(load_recipe(path, overrides), switches)
+    except DrafthouseError as error:
+        fail(command.name, str(error), error.exit_code, debug)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        fail(command.name, f"{place}{error.strerror or error}", RunError.exit_code, debug)
+    except KeyboardInterrupt:
+        fail(command.name, "interrupted; run the same command again to go on", INTERRUPTED, debug)
+    sys.exit(0)
+
+
+def fail(name: str, message: str, code: int, debug: bool) -> None:
+    if debug:
+        raise  # noqa: PLE0704 - called from inside an except block
+    print(f"{name}: error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def run_dir(recipe: Recipe) -> Path:
+    """runs/<name>/, created, with the resolved recipe written into it."""
+    folder = Path(recipe.runs_dir) / recipe.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "recipe.yaml", dump_recipe(recipe))
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot write the run's folder: {error.strerror}") from None
+    return folder
+
+

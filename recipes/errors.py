@@ -1,0 +1,22 @@
+"""The two kinds of failure a user sees: each is one clear message and an exit code, never a traceback."""
+
+USAGE = 2  # bad usage, configuration or input
+FAILED = 1  # the work itself failed, or a gate broke
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+class DrafthouseError(Exception):
+    """Base of the errors that carry a message meant for the user. `exit_code` is the process's."""
+
+    exit_code = FAILED
+
+
+class ConfigError(DrafthouseError):
+    """The recipe, a flag or an input file is wrong: the message names the file, the field and the value."""
+
+    exit_code = USAGE
+
+
+class RunError(DrafthouseError):
+    """The input was acceptable but the work could not be finished, or a check did not hold."""

@@ -1,0 +1,119 @@
+"""Reads a recipe: YAML file plus `--section.field value` flags into the typed sections, strictly.
+
+An unknown key, in the file or on the command line, is an error that names the nearest valid one.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from recipes.errors import ConfigError
+from recipes.schema import Recipe
+
+STRICT = ConfigDict(extra="forbid", strict=False)
+
+
+def parse_into(cls: type, values: dict[str, Any], where: str) -> Any:
+    """Builds dataclass `cls` from plain values. `where` names the file or flag in the error.
+
+    Raises ConfigError for an unknown key (naming the nearest valid one) or a value of the wrong type.
+    """
+    check_keys(cls, values, where, "")
+    try:
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{where}: {key} = {first['input']!r}: {first['msg']}") from None
+
+
+def check_keys(cls: type, values: Any, where: str, prefix: str) -> None:
+    """Raises ConfigError for the first key of `values` that dataclass `cls` does not have."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: {prefix.rstrip('.') or 'the recipe'} must be a mapping, not {values!r}")
+    known = {f.name: f for f in fields(cls)}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {prefix}{key!s}{nearest(f'{prefix}{key}', prefix, known)}")
+        kind = known[key].type
+        if is_dataclass(kind):
+            check_keys(kind, value, where, f"{prefix}{key}.")
+        elif get_origin(kind) is list and is_dataclass(get_args(kind)[0]) and isinstance(value, list):
+            for i, item in enumerate(value):
+                check_keys(get_args(kind)[0], item, where, f"{prefix}{key}[{i}].")
+
+
+def nearest(key: str, prefix: str, known: dict[str, Any]) -> str:
+    """'; did you mean X?' over this level's keys and, where nothing is near, the whole recipe's."""
+    here = [f"{prefix}{name}" for name in known]
+    for candidates in (here, [name for name, _, _ in flags(Recipe)]):
+        close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.6)
+        if close:
+            return f"; did you mean {close[0]}?"
+        by_tail = [c for c in candidates if c.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+        if by_tail:
+            return f"; did you mean {by_tail[0]}?"
+    return f"; valid keys here: {', '.join(here)}"
+
+
+def flags(cls: type, prefix: str = "") -> list[tuple[str, Any, str]]:
+    """Every leaf field of a dataclass as (dotted name, default, help)."""
+    rows = []
+    for f in fields(cls):
+        if is_dataclass(f.type):
+            rows += flags(f.type, f"{prefix}{f.name}.")
+            continue
+        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
+        rows.append((f"{prefix}{f.name}", default, f.metadata.get("help", "")))
+    return rows
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """One YAML mapping. Raises ConfigError naming the file where it is missing, unreadable or not a mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read this recipe: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections; this file holds {type(values).__name__}")
+    return values
+
+
+def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Recipe:
+    """The typed recipe of a file with the command line's overrides applied.
+
+    Args: path, a YAML file; overrides, dotted name to YAML text ("train.lr" -> "1e-4").
+    Raises ConfigError (exit code 2) for anything that is not exactly a valid recipe.
+    """
+    values = read_yaml(Path(path))
+    check_keys(Recipe, values, str(path), "")
+    known = [name for name, _, _ in flags(Recipe)]
+    for name, text in (overrides or {}).items():
+        if name not in known and not name.startswith("drafter.options."):
+            raise ConfigError(f"--{name}: unknown option{nearest(name, '', {n: None for n in known})}")
+        node = values
+        *parents, leaf = name.split(".")
+        for part in parents:
+            node = node.setdefault(part, {})
+        try:
+            node[leaf] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            node[leaf] = text
+    recipe = parse_into(Recipe, values, str(path))
+    if not recipe.name or "/" in recipe.name or recipe.name.startswith("."):
+        raise ConfigError(f"{path}: name = {recipe.name!r}: must be a plain folder name")
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, every default written out."""
+    return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,141 @@
+"""The typed sections of a recipe. Every field has a default and one line of help, shown by `--help`.
+
+A section is read by the stage that owns it and is never passed further down as a whole recipe.
+`drafter.options` is validated by the registered drafter's own dataclass (drafters/registry.py).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def opt(default: Any, help: str) -> Any:
+    """A dataclass field with a default and its line of help."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Target:
+    model: str = opt("embedded:smollm2-135m", "Hub id, local folder, or embedded:NAME")
+    dtype: Literal["float32", "bfloat16", "float16"] = opt("float32", "precision the target is traced and served in")
+    device: str = opt("auto", "auto, cpu, cuda, cuda:N")
+    threads: int = opt(0, "CPU threads for torch; 0 takes every core this process may use")
+    cache_dir: str = opt("runs/cache", "where an embedded target is written once")
+    trust_remote_code: bool = opt(False, "run model code that comes with the checkpoint")
+    skinny_linear: bool = opt(True, "CPU: faster products for a few rows (same result up to rounding)")
+
+
+@dataclass
+class PromptSource:
+    kind: Literal["synthesis", "jsonl"] = opt("synthesis", "synthesis: the target writes them; jsonl: a local file")
+    path: str = opt("", "jsonl: the file, one object a line with `messages` or `prompt`")
+    count: int = opt(0, "prompts to take; 0 is all of a jsonl file")
+    temperature: float = opt(1.0, "synthesis: sampling temperature of the user turn")
+    top_p: float = opt(0.95, "synthesis: nucleus of the user turn")
+    top_k: int = opt(0, "synthesis: top-k of the user turn, 0 is off")
+    max_tokens: int = opt(96, "synthesis: longest user turn; an unfinished one is dropped")
+
+
+@dataclass
+class Prompts:
+    sources: list[PromptSource] = opt([], "where training prompts come from; empty is one synthesis source of 256")
+    min_tokens: int = opt(4, "shortest user turn kept, in tokens")
+    max_tokens: int = opt(512, "longest rendered prompt kept, in tokens")
+    validation: int = opt(16, "prompts held out to validate acceptance during training")
+    seed: int = opt(0, "seed of synthesis and of the split")
+
+
+@dataclass
+class Generation:
+    max_tokens: int = opt(128, "longest answer, in tokens")
+    temperature: float = opt(0.0, "0 is greedy")
+    top_k: int = opt(0, "0 is off")
+    top_p: float = opt(1.0, "1 is off")
+    batch_size: int = opt(32, "rows decoded together; a finished row is replaced")
+    unit_rows: int = opt(128, "rows of one atomic unit: what a kill can cost")
+    seed: int = opt(0, "seed of sampled answers, combined with each row's id")
+
+
+@dataclass
+class Trace:
+    max_length: int = opt(1024, "longest row (prompt and answer), in tokens; longer rows are dropped and counted")
+    layers: list[int] = opt([], "states that ENTER these layers; empty is [2, L//2, L-3]")
+    dtype: Literal["float32", "bfloat16", "float16"] = opt("float32", "storage precision of hidden states")
+    shard_mb: int = opt(64, "size of one shard")
+    batch_tokens: int = opt(2048, "tokens of one capture forward, padding included")
+    max_bad_share: float = opt(0.01, "share of rows with NaN or Inf states above which the run stops")
+
+
+@dataclass
+class Drafter:
+    kind: str = opt("eagle3", "a name from drafters/registry.py")
+    options: dict[str, Any] = opt({}, "the drafter's own options, validated by its dataclass")
+    path: str = opt("", "evaluate or export this checkpoint folder; empty is the best of the run")
+
+
+@dataclass
+class Train:
+    epochs: float = opt(3.0, "passes over the training rows; the schedule ends with them")
+    batch_rows: int = opt(2, "conversations a micro-batch and process")
+    accumulation: int = opt(1, "micro-batches an optimizer step")
+    lr: float = opt(1e-3, "peak learning rate")
+    warmup_steps: int = opt(50, "optimizer steps of linear warm-up")
+    min_lr_share: float = opt(0.05, "share of the peak where the cosine ends")
+    weight_decay: float = opt(0.0, "AdamW weight decay")
+    beta1: float = opt(0.9, "AdamW beta1")
+    beta2: float = opt(0.95, "AdamW beta2")
+    clip: float = opt(1.0, "global gradient norm is clipped to this")
+    dtype: Literal["float32", "bfloat16"] = opt("float32", "precision of the forward pass")
+    validate_every: int = opt(200, "optimizer steps between validations")
+    save_every: int = opt(200, "optimizer steps between checkpoints")
+    keep: int = opt(2, "checkpoints kept besides the best")
+    validation_draft_length: int = opt(4, "K of the replayed acceptance")
+    seed: int = opt(0, "seed of initialisation, order and noise")
+    tracker: str = opt("wandb", "wandb (offline without a key), another accelerate tracker, or none")
+    log_every: int = opt(10, "optimizer steps between log lines")
+
+
+@dataclass
+class Eval:
+    prompts: str = opt("builtin", "builtin, or a JSONL file of `messages` or `prompt`")
+    limit: int = opt(0, "first N prompts of every kind; 0 is all")
+    draft_length: int = opt(4, "K: tokens drafted a cycle")
+    max_tokens: int = opt(64, "longest answer, in tokens")
+    batch_size: int = opt(16, "rows decoded together where acceptance is counted")
+    lossless_prompts: int = opt(24, "prompts whose greedy text is compared with plain decoding")
+    speed_prompts: int = opt(12, "prompts timed with and without, interleaved, at batch 1")
+    speed_tokens: int = opt(48, "longest timed answer, in tokens")
+    sampling_contexts: int = opt(16, "contexts of the sampling test")
+    sampling_draws: int = opt(4000, "verified drafts a context of the sampling test")
+    seed: int = opt(0, "seed of every random choice of the evaluation")
+    gap_tolerance: float = opt(1e-4, "top-2 logit gap below which a first difference counts as a near-tie")
+
+
+@dataclass
+class Export:
+    formats: list[str] = opt(["native"], "layouts to write (drafters/export)")
+    dtype: Literal["float32", "bfloat16", "float16"] = opt("float32", "precision of the exported tensors")
+    check: bool = opt(True, "reload with the independent reader and compare acceptance before shipping")
+    check_prompts: int = opt(4, "held-out prompts of that check")
+    tolerance: float = opt(0.02, "largest difference of an acceptance per position")
+
+
+@dataclass
+class Roi:
+    price_per_gpu_hour: float = opt(0.0, "price of one GPU hour; 0 is not known")
+
+
+@dataclass
+class Recipe:
+    name: str = opt("run", "outputs go to runs/<name>/")
+    runs_dir: str = opt("runs", "parent folder of the outputs")
+    target: Target = field(default_factory=Target)
+    prompts: Prompts = field(default_factory=Prompts)
+    generation: Generation = field(default_factory=Generation)
+    trace: Trace = field(default_factory=Trace)
+    drafter: Drafter = field(default_factory=Drafter)
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    export: Export = field(default_factory=Export)
+    roi: Roi = field(default_factory=Roi)
