@@ -35,6 +35,7 @@ class PromptSource:
     top_p: float = opt(0.95, "synthesis: nucleus of the user turn")
     top_k: int = opt(0, "synthesis: top-k of the user turn, 0 is off")
     max_tokens: int = opt(96, "synthesis: longest user turn; an unfinished one is dropped")
+    starts: list[str] = opt([], "synthesis: openings that the user turns take in rotation; empty is none")
 
 
 @dataclass

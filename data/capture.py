@@ -1,0 +1,62 @@
+"""Hidden states of finished conversations: one forward pass of the target over each row, as serving computes them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from data.store import TraceRow, final_positions
+from drafters.target import Target
+from recipes.errors import RunError
+
+
+@dataclass
+class Conversation:
+    """A finished row before capture: ids and turns as in data.chat.Rendered."""
+
+    id: str
+    split: str
+    ids: list[int]
+    turns: list[int]
+    tail: list[int]
+    finish: str
+
+
+def capture(target: Target, rows: list[Conversation], batch_tokens: int) -> tuple[list[TraceRow], dict[str, str]]:
+    """Traces of the rows in their order, and the reasons of those left out (NaN or Inf states, case 34).
+
+    Rows are batched by length, at most `batch_tokens` padded tokens a forward pass (a longer row goes alone).
+    Raises RunError where the states' length differs from the ids' (case 08): nothing is padded to fit.
+    """
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
+    traced: dict[int, TraceRow] = {}
+    bad: dict[str, str] = {}
+    for batch in by_tokens([(i, len(rows[i].ids)) for i in order], batch_tokens):
+        width = max(len(rows[i].ids) for i in batch)
+        ids = torch.zeros(len(batch), width, dtype=torch.long, device=target.device)
+        for b, i in enumerate(batch):
+            ids[b, : len(rows[i].ids)] = torch.tensor(rows[i].ids)
+        positions = torch.arange(width, device=target.device).expand_as(ids).contiguous()
+        states = target.forward(ids, positions, logits=False)
+        for b, i in enumerate(batch):
+            row = rows[i]
+            length, turns = len(row.ids), torch.tensor(row.turns)
+            taps, final = states.taps[b, :length].cpu(), states.final[b, :length].cpu()
+            if len(taps) != length or len(final) != length:
+                raise RunError(f"row {row.id}: {len(taps)} states for {length} tokens")
+            if not (torch.isfinite(taps).all() and torch.isfinite(final).all()):
+                bad[row.id] = "NaN or Inf in hidden states"
+                continue
+            traced[i] = TraceRow(row.id, row.split, torch.tensor(row.ids), turns, taps,
+                                 final[final_positions(turns)], row.tail)
+    return [traced[i] for i in range(len(rows)) if i in traced], bad
+
+
+def by_tokens(lengths: list[tuple[int, int]], limit: int) -> list[list[int]]:
+    """Groups (index, length) pairs, ascending by length, so that count times longest stays within `limit`."""
+    batches: list[list[int]] = []
+    for index, length in lengths:
+        if batches and (len(batches[-1]) + 1) * length <= limit:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches

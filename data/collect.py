@@ -1,0 +1,281 @@
+"""`make trace`: prompts, the target's own answers, hidden states; each stage in atomic units, resumable.
+
+Run as `python -m data.collect --config RECIPE`. A kill at any moment costs at most the unit in work; the
+same command goes on and ends with the same files, because a unit's computation depends on nothing outside it.
+"""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from data.capture import Conversation, capture
+from data.chat import prompt_ids, user_header_ids
+from data.generate import Answer, Generator, Request
+from data.prompts import Filter, Intake, Prompt, content_id, evaluation_prompts, hold_out, read_jsonl
+from data.sampling import Sampling
+from data.store import FORMAT, row_bytes, shard_complete, write_shard
+from drafters.target import Target, require_chat_template
+from recipes.cli import Command, run, run_dir
+from recipes.errors import ConfigError, RunError
+from recipes.files import sha256_file, sha256_json, write_json
+from recipes.provenance import stamp
+from recipes.schema import PromptSource, Recipe
+
+console = Console(stderr=True)
+
+
+def progress_bar() -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                    TextColumn("{task.fields[note]}"), TimeRemainingColumn(), console=console)
+
+
+class Collector:
+    """One trace run. Every `*_stage` method returns its result whether it had to work or found it done."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.folder = run_dir(recipe) / "traces"
+        self.target = Target(recipe.target, recipe.trace.layers)
+        require_chat_template(self.target)
+        self.limit = min(recipe.trace.max_length, self.target.max_length)
+        if recipe.generation.max_tokens >= self.limit:
+            raise ConfigError(f"generation.max_tokens = {recipe.generation.max_tokens}: leaves no room for a prompt "
+                              f"within {self.limit} tokens (trace.max_length and the target's context)")
+        self.settings = self.describe()
+        self.claim()
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that decides the traces' content: another value is another trace set (case 30)."""
+        recipe = self.recipe
+        sources = [asdict(s) for s in self.sources()]
+        for source in sources:
+            if source["kind"] == "jsonl":
+                source["sha256"] = sha256_file(Path(source["path"])) if Path(source["path"]).is_file() else ""
+        settings = {
+            "target": self.target.fingerprint(), "sources": sources,
+            "prompts": {k: v for k, v in asdict(recipe.prompts).items() if k != "sources"},
+            "generation": asdict(recipe.generation), "trace": asdict(recipe.trace) | {"layers": self.target.layers},
+            "validation_draft_length": recipe.train.validation_draft_length,
+        }
+        return settings
+
+    def sources(self) -> list[PromptSource]:
+        return self.recipe.prompts.sources or [PromptSource(count=256)]
+
+    def claim(self) -> None:
+        """Takes the folder for these settings, or says which setting an earlier run had otherwise."""
+        path = self.folder / "settings.json"
+        try:
+            for part in ("prompts", "answers", "shards"):
+                (self.folder / part).mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                write_json(path, self.settings)
+        except OSError as error:
+            raise ConfigError(f"{self.folder}: cannot write there: {error.strerror}") from None
+        try:
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            raise RunError(f"{path}: unreadable; delete {self.folder} to start over") from None
+        changed = difference(earlier, self.settings)
+        if changed:
+            raise ConfigError(f"{self.folder}: traced earlier with other settings: {changed}; "
+                              "use another `name` or delete that folder")
+
+    def prompts_stage(self) -> Intake:
+        """Prompts of all sources, filtered, with the reasons of those dropped."""
+        held_out, _ = evaluation_prompts("builtin")
+        keep = Filter(held_out)
+        intake = Intake()
+        for number, source in enumerate(self.sources()):
+            if source.kind == "jsonl":
+                rows = read_jsonl(Path(source.path))
+                self.admit(rows[: source.count or len(rows)], keep, intake)
+            else:
+                self.synthesise(number, source, keep, intake)
+        if len(intake.prompts) <= self.recipe.prompts.validation:
+            raise ConfigError(f"prompts: {len(intake.prompts)} usable prompts ({dict(intake.dropped)} dropped), but "
+                              f"prompts.validation holds out {self.recipe.prompts.validation}; give more prompts")
+        return intake
+
+    def admit(self, rows: list[Prompt], keep: Filter, intake: Intake) -> None:
+        section = self.recipe.prompts
+        for prompt in rows:
+            tokens = len(prompt_ids(self.target.tokenizer, prompt.messages))
+            longest = min(section.max_tokens, self.limit - self.recipe.generation.max_tokens)
+            reason = keep.reason(prompt, tokens, section.min_tokens, longest)
+            if reason:
+                intake.dropped[reason] += 1
+            else:
+                intake.prompts.append(prompt)
+
+    def synthesise(self, number: int, source: PromptSource, keep: Filter, intake: Intake) -> None:
+        """Units of self-written user turns until `count` of them are kept (Xu et al. 2024, Magpie)."""
+        wanted = len(intake.prompts) + source.count
+        header = user_header_ids(self.target.tokenizer)
+        starts = [self.target.tokenizer(t, add_special_tokens=False)["input_ids"] for t in source.starts or [""]]
+        sampling = Sampling(source.temperature, source.top_k, source.top_p)
+        unit, rows = 0, self.recipe.generation.unit_rows
+        with progress_bar() as bar:
+            task = bar.add_task("prompts ", total=source.count, note="", completed=0)
+            while len(intake.prompts) < wanted:
+                before = len(intake.prompts)
+                requests = [Request(f"s{number}-{i}", header + starts[i % len(starts)], sampling)
+                            for i in range(unit * rows, unit * rows + rows)]
+                answers = self.unit("prompts", f"{number}-{unit:05d}", requests, source.max_tokens)
+                self.admit(self.as_prompts(answers, len(header), intake), keep, intake)
+                if len(intake.prompts) == before:
+                    raise RunError(f"the target wrote no usable prompt in {rows} tries ({dict(intake.dropped)}); "
+                                   "raise prompts.sources max_tokens or use a jsonl source")
+                del intake.prompts[wanted:]
+                bar.update(task, completed=len(intake.prompts) - wanted + source.count)
+                unit += 1
+
+    def as_prompts(self, answers: list[Answer], header: int, intake: Intake) -> list[Prompt]:
+        """User turns from what was sampled behind the user header (`header` tokens); finished ones only."""
+        kept = []
+        for answer in answers:
+            turn = answer.prompt[header:] + answer.tokens[:-1]
+            text = self.target.tokenizer.decode(turn, skip_special_tokens=True).strip()
+            if answer.finish != "stop":
+                intake.dropped["unfinished"] += 1
+            else:
+                messages = [{"role": "user", "content": text}]
+                kept.append(Prompt(content_id(messages), messages, "synthesis"))
+        return kept
+
+    def unit(self, part: str, name: str, requests: list[Request], max_tokens: int, bar=None) -> list[Answer]:
+        """Answers of one unit: read where it is complete, otherwise generated and written atomically."""
+        path = self.folder / part / f"{name}.json"
+        key = sha256_json([[r.id, r.prompt, asdict(r.sampling), r.overrun] for r in requests])
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if stored["key"] == key:
+                return [Answer(**row) for row in stored["answers"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # absent or not readable: this unit is (re)made
+        section = self.recipe.generation
+        generator = Generator(self.target, max_tokens, section.batch_size, section.seed)
+        answers = generator.run(requests, bar or (lambda tokens: None))
+        write_json(path, {"key": key, "answers": [asdict(a) for a in answers]})
+        return answers
+
+    def answers_stage(self, prompts: list[Prompt]) -> list[Conversation]:
+        """The target's answer to every prompt; validation rows greedy, with the overrun a replay needs."""
+        section = self.recipe.generation
+        validation = hold_out([p.id for p in prompts], self.recipe.prompts.validation, self.recipe.prompts.seed)
+        sampling = Sampling(section.temperature, section.top_k, section.top_p)
+        overrun = self.recipe.train.validation_draft_length
+        requests = []
+        for p in prompts:
+            ids = prompt_ids(self.target.tokenizer, p.messages)
+            held = p.id in validation
+            requests.append(Request(p.id, ids, Sampling() if held else sampling, overrun if held else 0))
+        conversations = []
+        with progress_bar() as bar:
+            task = bar.add_task("answers ", total=len(requests), note="")
+            tokens = 0
+            for start in range(0, len(requests), section.unit_rows):
+                chunk = requests[start : start + section.unit_rows]
+                for answer in self.unit("answers", f"{start // section.unit_rows:05d}", chunk, section.max_tokens):
+                    split = "validation" if answer.id in validation else "train"
+                    turns = [0] * len(answer.prompt) + [1] * len(answer.tokens)
+                    conversations.append(Conversation(answer.id, split, answer.prompt + answer.tokens, turns,
+                                                      answer.overrun, answer.finish))
+                    tokens += len(answer.tokens)
+                bar.update(task, advance=len(chunk), note=f"{tokens} tokens")
+        if not any(any(c.turns) for c in conversations):
+            raise RunError("no supervised token in any row: the loss mask is empty (see docs, case 06)")
+        return conversations
+
+    def capture_stage(self, rows: list[Conversation], intake: Intake) -> None:
+        """Manifest first, then every shard that is not complete yet."""
+        section = self.recipe.trace
+        dtype = getattr(torch, section.dtype)
+        plan = self.plan_shards(rows, dtype)
+        sizes = [self.bytes_of(c, dtype) for c in rows]
+        shards = self.folder / "shards"
+        missing = [name for name, part in plan.items() if not shard_complete(shards, name, [c.id for c in part])]
+        needed = sum(self.bytes_of(c, dtype) for name in missing for c in plan[name])
+        free = shutil.disk_usage(self.folder).free
+        if needed * 1.05 > free:
+            raise RunError(f"{self.folder}: traces need {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
+        write_json(self.folder / "manifest.json", self.manifest(rows, intake, list(plan), sum(sizes)))
+        bad = 0
+        with progress_bar() as bar:
+            task = bar.add_task("states  ", total=len(plan), note=f"{sum(sizes) / 1e6:.0f} MB")
+            for name, part in plan.items():
+                if name in missing:
+                    traced, faults = capture(self.target, part, section.batch_tokens)
+                    write_shard(shards, name, traced, dtype, faults)
+                    bad += len(faults)
+                    if bad > section.max_bad_share * len(rows):
+                        raise RunError(f"{bad} of {len(rows)} rows have NaN or Inf states (trace.max_bad_share = "
+                                       f"{section.max_bad_share}); check target.dtype")
+                bar.advance(task)
+
+    def bytes_of(self, row: Conversation, dtype: torch.dtype) -> int:
+        finals = sum(turn > 0 for turn in row.turns[1:])
+        width = len(self.target.layers) * self.target.hidden
+        return row_bytes(len(row.ids), finals, width, self.target.hidden, dtype.itemsize)
+
+    def plan_shards(self, rows: list[Conversation], dtype: torch.dtype) -> dict[str, list[Conversation]]:
+        """Rows of each shard, in order, cut where a shard reaches its size: the same on every run."""
+        plan: dict[str, list[Conversation]] = {}
+        filled = float("inf")
+        for row in rows:
+            if filled >= self.recipe.trace.shard_mb * 1e6:
+                plan[f"shard-{len(plan):05d}"], filled = [], 0
+            plan[f"shard-{len(plan) - 1:05d}"].append(row)
+            filled += self.bytes_of(row, dtype)
+        return plan
+
+    def manifest(self, rows: list[Conversation], intake: Intake, shards: list[str], size: int) -> dict[str, Any]:
+        """What a reader must know before it trusts a shard."""
+        counts = Counter(t for c in rows if c.split == "train" for t, turn in zip(c.ids, c.turns) if turn)
+        tokens = sum(len(c.ids) for c in rows)
+        return {
+            "format": FORMAT, "key": sha256_json(self.settings), "target": self.settings["target"],
+            "model": self.recipe.target.model, "layers": self.target.layers,
+            "convention": "hidden_states[k]: state entering layer k; final after the final norm",
+            "hidden_size": self.target.hidden, "vocab_size": self.target.vocab_size,
+            "end_ids": self.target.end_ids, "dtype": self.recipe.trace.dtype, "max_length": self.limit,
+            "seed": self.recipe.prompts.seed, "shards": shards, "rows": len(rows), "tokens": tokens,
+            "supervised_tokens": sum(counts.values()), "predicted_bytes": size,
+            "bytes_per_token": size / tokens, "dropped": dict(intake.dropped),
+            "finish": dict(Counter(c.finish for c in rows)),
+            "draft_vocabulary_counts": {str(t): n for t, n in sorted(counts.items())},
+        }
+
+
+def difference(earlier: Any, now: Any, path: str = "") -> str:
+    """The first setting that differs, as 'name was X, now Y'; empty where none does."""
+    if isinstance(earlier, dict) and isinstance(now, dict):
+        for key in {**earlier, **now}:
+            found = difference(earlier.get(key), now.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return ""
+    return "" if earlier == now else f"{path} was {earlier!r}, now {now!r}"
+
+
+def main(recipe: Recipe, switches: set[str]) -> None:
+    collector = Collector(recipe)
+    intake = collector.prompts_stage()
+    rows = collector.answers_stage(intake.prompts)
+    collector.capture_stage(rows, intake)
+    write_json(collector.folder / "provenance.json", stamp(asdict(recipe)))
+    tokens = sum(len(c.ids) for c in rows)
+    print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.folder}; dropped prompts: {dict(intake.dropped)}")
+
+
+COMMAND = Command("make trace", "Collects the target's own answers and hidden states.", main)
+
+if __name__ == "__main__":
+    run(COMMAND)

@@ -1,0 +1,162 @@
+"""The trace store: a manifest, then safetensors shards, each complete or absent.
+
+A shard holds whole rows end to end. `NAME.safetensors` is renamed into place first and `NAME.json` (row ids,
+lengths, checksum) after it: a shard without its list does not exist for a reader.
+Legend: T tokens of a shard, F positions with a stored final state, n*H tapped states, R rows.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from recipes.errors import RunError
+from recipes.files import sha256_file, sync_folder, write_json
+
+FORMAT = "drafthouse.traces/1"
+
+
+@dataclass
+class TraceRow:
+    """One traced conversation, ready for a drafter.
+
+    ids [T] int64, turns [T] int64 (assistant turn number or 0), taps [T, n*H], final [F, H] after the final
+    norm at exactly the positions of `final_at` [F]: those whose next token is supervised.
+    tail: greedy tokens beyond the answer's end, so that a replay knows what the last drafts met.
+    """
+
+    id: str
+    split: str
+    ids: Tensor
+    turns: Tensor
+    taps: Tensor
+    final: Tensor
+    tail: list[int]
+
+    @property
+    def final_at(self) -> Tensor:
+        return final_positions(self.turns)
+
+
+def final_positions(turns: Tensor) -> Tensor:
+    """Positions p whose next token p+1 is supervised: [F] int64."""
+    return (turns[1:] > 0).nonzero()[:, 0]
+
+
+def row_bytes(tokens: int, finals: int, taps_width: int, hidden: int, itemsize: int) -> int:
+    """Bytes that one row takes in a shard, headers aside."""
+    return tokens * (8 + 2) + (tokens * taps_width + finals * hidden) * itemsize
+
+
+def write_shard(folder: Path, name: str, rows: list[TraceRow], dtype: torch.dtype, bad: dict[str, str]) -> None:
+    """Writes rows as one shard: temporary name, fsync, rename, then its list. `bad` names rows left out and why."""
+    tensors = {
+        "ids": torch.cat([r.ids for r in rows]).long() if rows else torch.zeros(0, dtype=torch.long),
+        "turns": torch.cat([r.turns for r in rows]).to(torch.int16) if rows else torch.zeros(0, dtype=torch.int16),
+        "taps": torch.cat([r.taps for r in rows]).to(dtype) if rows else torch.zeros(0, 0, dtype=dtype),
+        "final": torch.cat([r.final for r in rows]).to(dtype) if rows else torch.zeros(0, 0, dtype=dtype),
+    }
+    path = folder / f"{name}.safetensors"
+    temporary = folder / f".{name}.tmp"
+    try:
+        save_file(tensors, temporary)
+        with open(temporary, "rb") as f:
+            os.fsync(f.fileno())
+        checksum, size = sha256_file(temporary), temporary.stat().st_size
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(folder)
+    write_json(folder / f"{name}.json", {
+        "sha256": checksum, "bytes": size, "bad": bad,
+        "rows": [{"id": r.id, "split": r.split, "tokens": len(r.ids), "finals": len(r.final), "tail": r.tail}
+                 for r in rows],
+    })
+
+
+def shard_complete(folder: Path, name: str, ids: list[str]) -> bool:
+    """True where the shard exists, is whole, and holds exactly these rows (bad ones counted)."""
+    try:
+        listed = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        size = (folder / f"{name}.safetensors").stat().st_size
+        present = sorted([r["id"] for r in listed["rows"]] + list(listed["bad"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return size == listed["bytes"] and present == sorted(ids) and (
+        sha256_file(folder / f"{name}.safetensors") == listed["sha256"])
+
+
+@dataclass
+class _Place:
+    shard: str
+    token: int
+    final: int
+    listed: dict[str, Any]
+
+
+class TraceReader:
+    """Rows of a finished trace folder by index, read by mmap; every shard's checksum is verified on opening."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises RunError where the folder is not a complete store of this format."""
+        self.folder = folder
+        try:
+            self.manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise RunError(f"{folder / 'manifest.json'}: missing or unreadable; run `make trace` first") from None
+        if self.manifest.get("format") != FORMAT:
+            raise RunError(f"{folder}: format {self.manifest.get('format')!r}, this version reads {FORMAT!r}")
+        self.places: list[_Place] = []
+        self.files: dict[str, Any] = {}
+        for name in self.manifest["shards"]:
+            self.index(name)
+        if not self.places:
+            raise RunError(f"{folder}: holds no rows")
+
+    def index(self, name: str) -> None:
+        shards = self.folder / "shards"
+        path = shards / f"{name}.safetensors"
+        try:
+            listed = json.loads((shards / f"{name}.json").read_text(encoding="utf-8"))
+            if sha256_file(path) != listed["sha256"]:
+                raise RunError(f"{path}: checksum differs from its list; delete this shard and run `make trace`")
+            self.files[name] = safe_open(path, framework="pt")
+        except (OSError, ValueError, KeyError, SafetensorError):
+            raise RunError(f"{path}: missing or torn; run `make trace` again to write it") from None
+        token = final = 0
+        for row in listed["rows"]:
+            self.places.append(_Place(name, token, final, row))
+            token += row["tokens"]
+            final += row["finals"]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def split(self, name: str) -> list[int]:
+        """Indices of the rows of a split, in stored order."""
+        return [i for i, place in enumerate(self.places) if place.listed["split"] == name]
+
+    def tokens(self, index: int) -> int:
+        """Length of a row without reading it."""
+        return self.places[index].listed["tokens"]
+
+    def supervised(self, index: int) -> int:
+        """Supervised tokens of a row without reading it."""
+        return self.places[index].listed["finals"]
+
+    def __getitem__(self, index: int) -> TraceRow:
+        place = self.places[index]
+        file, row = self.files[place.shard], place.listed
+        tokens = slice(place.token, place.token + row["tokens"])
+        finals = slice(place.final, place.final + row["finals"])
+        return TraceRow(
+            id=row["id"], split=row["split"], tail=row["tail"],
+            ids=file.get_slice("ids")[tokens], turns=file.get_slice("turns")[tokens].long(),
+            taps=file.get_slice("taps")[tokens], final=file.get_slice("final")[finals],
+        )

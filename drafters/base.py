@@ -1,0 +1,109 @@
+"""What every drafter shares: the training batch, the loss positions, the protocols that loop and trainer call.
+
+Legend: B rows, S sequence, P loss positions of a row (padded), n*Ht tapped target states, H hidden,
+V target vocabulary, D draft vocabulary, K draft length.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """Traced rows padded at the end. Padding has turn 0, so it never carries loss."""
+
+    ids: Tensor  # [B, S] int64
+    turns: Tensor  # [B, S] int64: assistant turn that generated the token, 0 for none
+    taps: Tensor  # [B, S, n*Ht]
+    final: Tensor  # [B, S, Ht], zeros where nothing supervised follows
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        return Batch(self.ids.to(device), self.turns.to(device), self.taps.to(device, dtype),
+                     self.final.to(device, dtype))
+
+
+def loss_mask(turns: Tensor, depth: int) -> Tensor:
+    """Which positions carry loss at unroll depth k = `depth`: [B, S] turns to [B, S] bool.
+
+    Position t sees f_t and the embedding of x[t+1] and predicts x[t+2+k]; it carries loss if and only if
+    x[t+1] ... x[t+2+k] are all supervised tokens of one turn. So the last prompt position is included,
+    and nothing is predicted across a turn's end (cases 31, 09).
+    """
+    S = turns.shape[-1]
+    joined = torch.zeros_like(turns, dtype=torch.bool)
+    joined[:, :-1] = (turns[:, :-1] > 0) & (turns[:, :-1] == turns[:, 1:])  # x[p], x[p+1] of one turn
+    carries = torch.ones_like(joined)
+    for j in range(depth + 1):
+        shifted = torch.zeros_like(joined)
+        shifted[:, : max(S - 1 - j, 0)] = joined[:, 1 + j :]
+        carries &= shifted
+    return carries
+
+
+def pack(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of a [B, S] mask as (at [B, P] ascending, valid [B, P]); padding points at position 0."""
+    width = max(int(mask.sum(1).max()), 1)
+    order = torch.argsort((~mask).int(), dim=1, stable=True)[:, :width]
+    valid = mask.gather(1, order)
+    return torch.where(valid, order, 0), valid
+
+
+def take(values: Tensor, at: Tensor) -> Tensor:
+    """values [B, S, ...] at positions [B, P] -> [B, P, ...]."""
+    index = at.reshape(*at.shape, *[1] * (values.dim() - 2)).expand(*at.shape, *values.shape[2:])
+    return values.gather(1, index)
+
+
+@dataclass
+class LossOutput:
+    """Sum of a micro-batch's loss over its supervised positions, and detached sums to report per depth."""
+
+    loss_sum: Tensor  # scalar, to be divided by the global batch's supervised positions
+    depth_loss: Tensor  # [K] detached sums
+    depth_hits: Tensor  # [K] detached: teacher-forced top-1 equals the target's token, full vocabulary
+    depth_count: Tensor  # [K]
+
+
+@dataclass
+class Draft:
+    """Proposed tokens [B, K] in target ids, and their distribution q [B, K, V] (None: one-hot, deterministic)."""
+
+    tokens: Tensor
+    q: Tensor | None = None
+
+
+class DraftSession(Protocol):
+    """A drafter inside the decoding loop, for a batch of rows with lengths of their own."""
+
+    def observe(self, taps: Tensor, tokens: Tensor, positions: Tensor, last: Tensor) -> None:
+        """Real target states: taps [B, q, n*Ht] at `positions` [B, q], the token that FOLLOWS each, [B, q], and
+        the index of the last valid one in each row, [B]. What lies behind it is ignored."""
+
+    def propose(self, K: int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
+        """K tokens that follow the last observed token. `sample` draws from probabilities [B, V]; None: argmax."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Goes on with these rows only, in this order."""
+
+
+class Drafter(Protocol):
+    """A trainable drafter: a torch module with the methods that trainer and loop call."""
+
+    def count(self, batch: Batch) -> int:
+        """Supervised positions of a micro-batch: what the loss is normalised by."""
+
+    def forward(self, batch: Batch, progress: float, seed: int) -> LossOutput:
+        """Training loss; `progress` 0..1 of the run, `seed` of this micro-batch's noise."""
+
+    def chains(self, batch: Batch, K: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Greedy drafts from every position at which a draft can start: tokens [B, P, K], at [B, P], valid."""
+
+    def session(self, rows: int, capacity: int) -> DraftSession:
+        """A fresh decoding session."""
+
+    def meta(self) -> dict[str, Any]:
+        """Shape and options for drafter.json."""

@@ -1,0 +1,69 @@
+"""A drafter on disk: drafter.safetensors (trained parameters, vocabulary maps) and drafter.json (shape, origin)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafters.registry import entry, options_of
+from drafters.target import Target
+from recipes.errors import ConfigError, RunError
+from recipes.files import sync_folder, write_json
+
+FORMAT = "drafthouse.drafter/1"
+WEIGHTS, META = "drafter.safetensors", "drafter.json"
+
+
+def save(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    """Writes a drafter into an existing folder. RunError for an empty or non-finite tensor (case 18)."""
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
+            raise RunError(f"{folder}: tensor {name} has no elements; a partitioned parameter was not gathered")
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise RunError(f"{folder}: tensor {name} holds NaN or Inf; training diverged, lower train.lr")
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / WEIGHTS)
+    write_json(folder / META, {"format": FORMAT, **meta})
+    sync_folder(folder)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """drafter.json of a checkpoint. ConfigError where it is missing, unreadable or of another format."""
+    path = folder / META
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ConfigError(f"{path}: no drafter checkpoint here; train first, or set drafter.path") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise ConfigError(f"{path}: not a checkpoint of format {FORMAT}")
+    return meta
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{folder / WEIGHTS}: cannot be read: {error}") from None
+
+
+def load(folder: Path, target: Target) -> Any:
+    """The drafter of a checkpoint folder on `target`. ConfigError where it was trained for another target."""
+    meta = read_meta(folder)
+    check_target(meta, target.fingerprint(), str(folder))
+    if meta["layers"] != target.layers:
+        raise ConfigError(f"{folder}: trained on layers {meta['layers']}, but the target is tapped at {target.layers}")
+    options = options_of(meta["kind"], meta["options"])
+    drafter = entry(meta["kind"]).load(options, meta["shape"], meta["layers"], read_tensors(folder), target)
+    return drafter.to(target.device, target.dtype).eval()
+
+
+def check_target(meta: dict[str, Any], fingerprint: dict[str, str], where: str) -> None:
+    """ConfigError naming the part of the target's fingerprint that differs (case 36)."""
+    trained_for = meta["target"]["fingerprint"]
+    for part, value in fingerprint.items():
+        if trained_for.get(part) != value:
+            raise ConfigError(f"{where}: made for {meta['target']['model']}, whose {part} differs from this target's; "
+                              "trace and train for this target")

@@ -1,0 +1,373 @@
+"""EAGLE-3 drafter (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration ... via Training-Time Test").
+
+One decoder layer over fused target states. Position t takes the target's states at t and the embedding of
+x[t+1], and predicts x[t+2]. Parameter names are those of the native layout that engines load (midlayer.*).
+Legend: B rows, S sequence, P loss positions, H hidden, Ht target hidden, n taps, D draft vocabulary, K steps.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from drafters import vocab
+from drafters.base import Batch, Draft, LossOutput, loss_mask, pack, take
+from drafters.losses import soft_cross_entropy, step_weights
+from drafters.propose import RowMemory, UnrollMemory, unroll
+from recipes.errors import ConfigError
+from recipes.schema import opt
+
+
+@dataclass
+class Options:
+    """`drafter.options` of a recipe with kind eagle3."""
+
+    draft_vocab_size: int = opt(4096, "D: target tokens the drafter can propose")
+    depth: int = opt(3, "K: unrolled steps of the training-time test")
+    first_depth: int = opt(1, "unrolled steps at the start of the run")
+    deepen_at: float = opt(0.25, "share of the run after which all `depth` steps are unrolled")
+    step_decay: float = opt(0.8, "weight of step k is step_decay^k")
+    start: Literal["target_layer", "random"] = opt("target_layer", "copy the target's last layer, or start at random")
+    outside_vocabulary: Literal["keep", "drop"] = opt("keep", "loss where the target's token is not in D")
+    hidden_noise: float = opt(0.0, "standard deviation of noise on the fused states, relative to their own")
+    train_head: bool = opt(True, "train the output head (it starts as the target's)")
+    tap_norms: bool = opt(False, "a norm for each tap before fusing (EAGLE-3.1; vLLM only)")
+    feedback: Literal["pre_norm", "post_norm"] = opt("pre_norm", "state fed to the next step (post_norm: vLLM only)")
+    norm_before_residual: bool = opt(False, "residual takes the normed state")
+    intermediate_size: int = opt(0, "MLP width; 0 is the target's")
+
+
+@dataclass
+class Shape:
+    """Sizes of a drafter, all explicit, as drafter.json stores them."""
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str
+    vocab_size: int
+    draft_vocab_size: int
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+    target_layers: int
+
+    @classmethod
+    def from_target(cls, config: Any, options: Options) -> "Shape":
+        """The shape that fits a target's config."""
+        heads = config.num_attention_heads
+        return cls(
+            config.hidden_size, config.hidden_size, options.intermediate_size or config.intermediate_size, heads,
+            config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // heads,
+            config.rms_norm_eps, "silu", config.vocab_size, options.draft_vocab_size,
+            config.max_position_embeddings, dict(config.rope_parameters), config.num_hidden_layers,
+        )
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    """Projections of the draft layer's attention; its input is twice as wide as its output."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(2 * s.hidden_size, s.num_attention_heads * s.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * s.hidden_size, s.num_key_value_heads * s.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * s.hidden_size, s.num_key_value_heads * s.head_dim, bias=False)
+        self.o_proj = nn.Linear(s.num_attention_heads * s.head_dim, s.hidden_size, bias=False)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(s.intermediate_size, s.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MidLayer(nn.Module):
+    """Parameters of the one decoder layer; `Eagle3.step` says how they are used."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
+        self.hidden_norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
+        self.self_attn = Attention(s)
+        self.post_attention_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
+        self.mlp = GatedMLP(s)
+
+
+class Eagle3(nn.Module):
+    """The drafter. Embedding and teacher head are the target's: frozen, never saved, never optimised."""
+
+    kind = "eagle3"
+
+    def __init__(self, options: Options, shape: Shape, layers: list[int], ids: Tensor, embedding: Tensor,
+                 teacher_head: Tensor) -> None:
+        """ids [D]: target ids of the draft vocabulary; embedding [V, H]; teacher_head [V, Ht]."""
+        super().__init__()
+        self.options, self.shape, self.layers = options, shape, layers
+        if shape.hidden_size != embedding.shape[1]:
+            raise ConfigError(f"drafter hidden size {shape.hidden_size} differs from the target's embedding width "
+                              f"{embedding.shape[1]}")
+        if options.tap_norms:
+            self.fc_norm = nn.ModuleList(RMSNorm(shape.target_hidden_size, shape.rms_norm_eps) for _ in layers)
+        self.fc = nn.Linear(len(layers) * shape.target_hidden_size, shape.hidden_size, bias=False)
+        self.midlayer = MidLayer(shape)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        self.lm_head.weight.requires_grad_(options.train_head)
+        rope = LlamaConfig(hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
+                           head_dim=shape.head_dim, max_position_embeddings=shape.max_position_embeddings,
+                           rope_parameters=shape.rope_parameters)
+        self.rotary = LlamaRotaryEmbedding(rope)
+        d2t, t2d = vocab.maps(ids, shape.vocab_size)
+        for name, value in {"d2t": d2t, "t2d": t2d, "draft_ids": ids}.items():
+            self.register_buffer(name, value, persistent=False)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("teacher_head", teacher_head[ids], persistent=False)
+
+    # --- the recursion's parts, called by drafters.propose.unroll ---
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """Tapped target states [B, S, n*Ht] to drafter states [B, S, H]."""
+        if self.options.tap_norms:
+            parts = taps.chunk(len(self.layers), dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        return self.fc(taps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Target ids [B, q] to the target's own embeddings [B, q, H]."""
+        return F.embedding(tokens, self.embedding)
+
+    def step(self, state: Tensor, embedded: Tensor, positions: Tensor, memory, select: Tensor | None) -> Tensor:
+        """One draft step: state [B, q, H] at `positions` [B, q] with the embedding of the token that follows.
+
+        Keys are written for every position, outputs [B, p, H] (before the norm) computed for `select` [B, p].
+        """
+        layer, s = self.midlayer, self.shape
+        normed = layer.hidden_norm(state)
+        residual = normed if self.options.norm_before_residual else state
+        x = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)  # [B, q, 2H]
+        keys = self.rotate(layer.self_attn.k_proj(x).unflatten(-1, (s.num_key_value_heads, s.head_dim)), positions)
+        memory.write(keys, layer.self_attn.v_proj(x).unflatten(-1, (s.num_key_value_heads, s.head_dim)), positions)
+        if select is not None:
+            x, residual, positions = take(x, select), take(residual, select), positions.gather(1, select)
+        queries = self.rotate(layer.self_attn.q_proj(x).unflatten(-1, (s.num_attention_heads, s.head_dim)), positions)
+        h = residual + layer.self_attn.o_proj(memory.attend(queries, positions))
+        return h + layer.mlp(layer.post_attention_layernorm(h))
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotary embedding of [B, q, heads, hd] at positions [B, q]."""
+        cos, sin = self.rotary(x, positions)
+        return apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)[0]
+
+    def logits(self, state: Tensor) -> Tensor:
+        """Draft logits [..., D] of step outputs [..., H]."""
+        return self.lm_head(self.norm(state))
+
+    def feedback(self, state: Tensor) -> Tensor:
+        """What the next step takes as its state."""
+        return self.norm(state) if self.options.feedback == "post_norm" else state
+
+    # --- training ---
+
+    def count(self, batch: Batch) -> int:
+        return int(loss_mask(batch.turns, 0).sum())
+
+    def depth_at(self, progress: float) -> int:
+        """Unrolled steps at this share of the run."""
+        deep = progress >= self.options.deepen_at
+        return self.options.depth if deep else min(self.options.first_depth, self.options.depth)
+
+    def forward(self, batch: Batch, progress: float = 1.0, seed: int = 0) -> LossOutput:
+        """Loss of the training-time test: at depth k the chain of t predicts x[t+2+k], taught by the target at t+1+k.
+
+        Only positions that carry loss get queries, MLP and head; the rest lend their step-0 keys.
+        """
+        depth, S = self.depth_at(progress), batch.ids.shape[1]
+        at, valid = pack(loss_mask(batch.turns, 0))
+        teacher = F.linear(batch.final, self.teacher_head)  # [B, S, D]
+        inside = self.t2d[batch.ids]  # [B, S]: the token is in the draft vocabulary
+
+        def ahead(k: int) -> Tensor:
+            return (at + k).clamp(max=S - 1)
+
+        state = self.noisy(self.fuse(batch.taps), seed)
+        following = F.pad(batch.ids[:, 1:], (0, 1))
+        positions = torch.arange(S, device=at.device).expand_as(batch.ids)
+        steps = unroll(self, state, following, positions, UnrollMemory(at), depth,
+                       choose=lambda k, logits: batch.ids.gather(1, ahead(k + 2)), select=at)
+        sums, losses, hits, counts = [], [], [], []
+        for k, (logits, weight) in enumerate(zip(steps, step_weights(depth, self.options.step_decay))):
+            carries = loss_mask(batch.turns, k).gather(1, at) & valid
+            label = batch.ids.gather(1, ahead(k + 2))[carries]
+            picked = logits[carries]  # [N, D]
+            per_position = soft_cross_entropy(picked, take(teacher, ahead(k + 1))[carries])
+            if self.options.outside_vocabulary == "drop":
+                per_position = per_position * inside.gather(1, ahead(k + 2))[carries]
+            sums.append(weight * per_position.sum())
+            losses.append(per_position.detach().sum())
+            hits.append((self.draft_ids[picked.detach().argmax(-1)] == label).sum())
+            counts.append(carries.sum())
+        return LossOutput(torch.stack(sums).sum(), torch.stack(losses), torch.stack(hits), torch.stack(counts))
+
+    def noisy(self, state: Tensor, seed: int) -> Tensor:
+        """Adds seeded Gaussian noise to the fused states, scaled by each position's own spread."""
+        if not self.options.hidden_noise or not self.training:
+            return state
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(state.shape, generator=generator).to(state)
+        return state + self.options.hidden_noise * state.detach().std(-1, keepdim=True) * noise
+
+    @torch.no_grad()
+    def chains(self, batch: Batch, K: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Greedy drafts from every position that can start one: tokens [B, P, K], at [B, P], valid [B, P]."""
+        at, valid = pack(loss_mask(batch.turns, 0))
+        positions = torch.arange(batch.ids.shape[1], device=at.device).expand_as(batch.ids)
+        steps = unroll(self, self.fuse(batch.taps), F.pad(batch.ids[:, 1:], (0, 1)), positions, UnrollMemory(at), K,
+                       choose=lambda k, logits: self.draft_ids[logits.argmax(-1)], select=at)
+        return torch.stack([self.draft_ids[logits.argmax(-1)] for logits in steps], dim=-1), at, valid
+
+    # --- decoding ---
+
+    def session(self, rows: int, capacity: int) -> "Eagle3Session":
+        return Eagle3Session(self, rows, capacity)
+
+    # --- saving ---
+
+    def meta(self) -> dict[str, Any]:
+        return {"kind": self.kind, "options": asdict(self.options), "shape": asdict(self.shape), "layers": self.layers}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint holds: trained parameters and the vocabulary maps."""
+        return {**self.state_dict(), "d2t": self.d2t, "t2d": self.t2d}
+
+
+class Eagle3Session:
+    """EAGLE-3 inside the decoding loop: the first step takes the newly verified states, the chain follows."""
+
+    def __init__(self, drafter: Eagle3, rows: int, capacity: int) -> None:
+        self.drafter = drafter
+        self.memory = RowMemory(rows, capacity)
+
+    def observe(self, taps: Tensor, tokens: Tensor, positions: Tensor, last: Tensor) -> None:
+        self.pending = self.drafter.fuse(taps), tokens, positions, last[:, None]
+
+    def propose(self, K: int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
+        drafter = self.drafter
+        state, tokens, positions, last = self.pending
+        drafted: list[Tensor] = []
+        spread: list[Tensor] = []
+
+        def choose(k: int, logits: Tensor) -> Tensor:  # [B, 1, D] -> target ids [B, 1]
+            if sample is None:
+                drafted.append(drafter.draft_ids[logits.argmax(-1)])
+            else:
+                q = torch.zeros(len(logits), drafter.shape.vocab_size, dtype=torch.float32, device=logits.device)
+                q[:, drafter.draft_ids] = logits[:, 0].float().softmax(-1)
+                spread.append(q)
+                drafted.append(sample(q)[:, None])
+            return drafted[-1]
+
+        for k, logits in enumerate(unroll(drafter, state, tokens, positions, self.memory, K, choose, last)):
+            if k + 1 == K:
+                choose(k, logits)
+        return Draft(torch.cat(drafted, dim=1), torch.stack(spread, dim=1) if spread else None)
+
+    def keep(self, rows: Tensor) -> None:
+        self.memory.keep(rows)
+        self.pending = tuple(part[rows] for part in self.pending)
+
+
+def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> Eagle3:
+    """A fresh drafter for a loaded target (drafters.target.Target with taps): vocabulary, sizes, first weights."""
+    special = set(target.tokenizer.all_special_ids) | set(target.end_ids)
+    always = [t for t in special if 0 <= t < target.vocab_size]
+    ids = vocab.build(counts, options.draft_vocab_size, target.vocab_size, always)
+    torch.manual_seed(seed)
+    drafter = Eagle3(options, Shape.from_target(target.config, options), target.layers, ids,
+                     target.embedding.detach().clone(), target.head.weight.detach().clone())
+    with torch.no_grad():
+        initialise(drafter)
+        if options.start == "target_layer":
+            copy_last_layer(drafter, target)
+    return drafter
+
+
+def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: dict[str, Tensor],
+         target: Any) -> Eagle3:
+    """A drafter from a checkpoint's parts, on a loaded target.
+
+    Raises ConfigError where tensors are missing, unexpected, of another shape, or for another vocabulary.
+    """
+    own = Shape(**shape)
+    if own.vocab_size != target.vocab_size or own.target_hidden_size != target.hidden:
+        raise ConfigError(f"the drafter is for a target with vocabulary {own.vocab_size} and hidden size "
+                          f"{own.target_hidden_size}; this target has {target.vocab_size} and {target.hidden}")
+    rest = dict(tensors)
+    try:
+        d2t, t2d = rest.pop("d2t"), rest.pop("t2d")
+    except KeyError as error:
+        raise ConfigError(f"the checkpoint has no {error.args[0]} tensor") from None
+    vocab.check(d2t, t2d)
+    drafter = Eagle3(options, own, layers, vocab.ids_of(d2t), target.embedding.detach().clone(),
+                     target.head.weight.detach().clone())
+    expected = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in rest.items()}
+    if expected != found:
+        wrong = sorted(set(expected.items()) ^ set(found.items()))
+        raise ConfigError(f"the checkpoint's tensors do not fit the drafter: {wrong[:4]}")
+    drafter.load_state_dict(rest)
+    return drafter
+
+
+def initialise(drafter: Eagle3) -> None:
+    """Random start: small normal matrices; the head starts as the target's rows of the draft vocabulary."""
+    for name, weight in drafter.named_parameters():
+        if weight.dim() == 2:
+            nn.init.normal_(weight, std=0.02)
+    drafter.lm_head.weight.copy_(drafter.teacher_head)
+
+
+def copy_last_layer(drafter: Eagle3, target: Any) -> None:
+    """Warm start: the target's last layer and final norm, `fc` close to the identity on the last tap.
+
+    The hidden half of q, k and v takes the target's weights; the embedding half stays small and random.
+    Raises ConfigError where the target's last layer has other sizes or names.
+    """
+    layer, own, H = target.model.get_decoder().layers[-1], drafter.midlayer, drafter.shape.hidden_size
+    try:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(own.self_attn, name).weight[:, H:].copy_(getattr(layer.self_attn, name).weight)
+        own.self_attn.o_proj.weight.copy_(layer.self_attn.o_proj.weight)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(own.mlp, name).weight.copy_(getattr(layer.mlp, name).weight)
+        own.hidden_norm.weight.copy_(layer.input_layernorm.weight)
+        own.post_attention_layernorm.weight.copy_(layer.post_attention_layernorm.weight)
+        drafter.norm.weight.copy_(target.model.get_decoder().norm.weight)
+    except (AttributeError, RuntimeError) as error:
+        raise ConfigError(f"drafter.options.start = target_layer: the target's last layer does not fit "
+                          f"({error}); use start: random") from None
+    drafter.fc.weight[:, -H:].add_(torch.eye(H, device=drafter.fc.weight.device))

@@ -1,0 +1,152 @@
+"""Pure mappings between a Drafthouse checkpoint and the native EAGLE-3 layout (vLLM, SGLang, TensorRT-LLM).
+
+Source: formats.md sections 1 and 8. Tensor names are the same on both sides, so only precision changes.
+H draft hidden size, Ht target hidden size, V target vocabulary, D draft vocabulary, L target layers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.errors import ConfigError
+
+FORMAT = "drafthouse.drafter/1"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Present under the same name in `shape` of drafter.json and in the exported config.json.
+SHAPE_KEYS = (
+    "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "rms_norm_eps", "vocab_size", "draft_vocab_size", "max_position_embeddings",
+)
+# Flag of the exported config, true where the option has the second value; written only then.
+VARIANTS = {
+    "fc_norm": ("tap_norms", True, False),
+    "norm_output": ("feedback", "post_norm", "pre_norm"),
+    "norm_before_residual": ("norm_before_residual", True, False),
+}
+
+
+def engine_layer_ids(layers: list[int]) -> dict[str, list[int]]:
+    """The tapped layers in both conventions that engines read.
+
+    layers: Hugging Face `hidden_states` ids, the state ENTERING layer k (L: what enters the final norm).
+    Returns `entering` (vLLM, top level of config.json: the same ids) and `output_of` (SGLang, inside
+    eagle_config: the layer whose OUTPUT that is, one less; -1 is the embedding's output).
+    Raises ConfigError where the ids are not distinct, ascending, whole and at least 0.
+    """
+    whole = bool(layers) and all(isinstance(k, int) and not isinstance(k, bool) for k in layers)
+    if not whole or sorted(set(layers)) != list(layers) or layers[0] < 0:
+        raise ConfigError(f"layers = {layers}: must be distinct ascending ids from 0 on; set trace.layers")
+    return {"entering": list(layers), "output_of": [k - 1 for k in layers]}
+
+
+def canonical_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings of a config in transformers 5's form, from either layout.
+
+    config: holds `rope_parameters`, or `rope_theta` with `rope_scaling` and `partial_rotary_factor`.
+    Returns {"rope_theta", "rope_type", ...}. Raises ConfigError where the base is nowhere (an engine would
+    silently take 10000) or the settings differ between layer types.
+    """
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ConfigError(f"rope_parameters = {rope}: differ between layer types; a drafter has one layer")
+    legacy_type = rope.pop("type", None)
+    rope.setdefault("rope_type", legacy_type or "default")
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key not in rope and config.get(key) is not None:
+            rope[key] = config[key]
+    if rope.get("rope_theta") is None:
+        raise ConfigError("rope_theta is neither in rope_parameters nor at the top level; state the base")
+    return rope
+
+
+def legacy_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """The same settings as top-level `rope_theta`, `rope_scaling` and, where set, `partial_rotary_factor`.
+
+    rope: canonical form. Engines older than transformers 5's layout read only these keys.
+    """
+    top = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    scaling = {key: value for key, value in rope.items() if key not in top}
+    return {**top, "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
+
+
+def native_config(meta: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """config.json of the export. meta: content of drafter.json; dtype: precision of the exported tensors.
+
+    Raises ConfigError naming the field where `meta` lacks one, `dtype` is unknown or a variant has no flag.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"export.dtype = {dtype}: must be one of {', '.join(DTYPES)}")
+    check_meta(meta)
+    shape, ids = meta["shape"], engine_layer_ids(meta["layers"])
+    rope = canonical_rope(shape)
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    config |= {key: shape[key] for key in SHAPE_KEYS}
+    config |= legacy_rope(rope) | {"rope_parameters": rope}
+    config |= {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "torch_dtype": dtype}
+    config["eagle_aux_hidden_state_layer_ids"] = ids["entering"]
+    config["num_aux_hidden_states"] = len(ids["entering"])
+    config["eagle_config"] = {
+        "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids["output_of"],
+    }
+    for flag, (option, on, _) in VARIANTS.items():
+        if meta["options"][option] == on:
+            config[flag] = True
+    # Engines skip this section; it ties the export to the target and the options it was trained with.
+    config["drafthouse"] = {
+        "kind": meta["kind"], "options": dict(meta["options"]), "target": dict(meta["target"]),
+        "target_layers": shape["target_layers"], "owned": {"embed_tokens": "target", "lm_head": "drafter"},
+    }
+    return config
+
+
+def meta_from_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Inverse of `native_config`: drafter.json's content, rotary settings in canonical form.
+
+    Layers, shape and variants come from the keys that engines read, the rest from the `drafthouse` section.
+    Raises ConfigError naming a missing key.
+    """
+    needed = (*SHAPE_KEYS, "eagle_aux_hidden_state_layer_ids", "drafthouse")
+    missing = [key for key in needed if key not in config]
+    if missing:
+        raise ConfigError(f"config.json: {', '.join(missing)} missing; not a Drafthouse export, export again")
+    ours = config["drafthouse"]
+    shape = {key: config[key] for key in SHAPE_KEYS}
+    shape |= {"rope_parameters": canonical_rope(config), "target_layers": ours["target_layers"]}
+    options = dict(ours["options"])
+    options |= {option: on if config.get(flag) else off for flag, (option, on, off) in VARIANTS.items()}
+    return {"format": FORMAT, "kind": ours["kind"], "options": options, "shape": shape,
+            "layers": list(config["eagle_aux_hidden_state_layer_ids"]), "target": dict(ours["target"])}
+
+
+def check_meta(meta: dict[str, Any]) -> None:
+    """Raises ConfigError naming every field of drafter.json that is missing or has no native form."""
+    wrong = [f"{key} missing" for key in ("layers", "target", "shape", "options") if key not in meta]
+    for key, value in (("format", FORMAT), ("kind", "eagle3")):
+        if meta.get(key) != value:
+            wrong.append(f"{key} = {meta.get(key)!r}, must be {value!r}")
+    shape, options, target = (meta.get(key, {}) for key in ("shape", "options", "target"))
+    wrong += [f"shape.{key} missing" for key in (*SHAPE_KEYS, "target_layers") if key not in shape]
+    wrong += [f"target.{key} missing" for key in ("model", "fingerprint") if key not in target]
+    for option, on, off in VARIANTS.values():
+        if options.get(option) not in (on, off):
+            wrong.append(f"options.{option} = {options.get(option)!r}, must be {on!r} or {off!r}")
+    if wrong:
+        raise ConfigError(f"drafter.json: {'; '.join(wrong)}; export a checkpoint that the trainer wrote")
+
+
+def native_tensors(state: dict[str, Tensor], meta: dict[str, Any], dtype: str) -> dict[str, Tensor]:
+    """Tensors of the export: floating ones in `dtype`, d2t int64 [D] offsets and t2d bool [V] as they are.
+
+    state: tensors of drafter.safetensors. Which names must be there is checked by export/check.py.
+    Raises ConfigError where `state` has no d2t of D entries: without it every draft id would be wrong.
+    """
+    D, wanted = meta["shape"]["draft_vocab_size"], DTYPES[dtype]
+    if "d2t" not in state or state["d2t"].shape != (D,):
+        raise ConfigError(f"drafter.safetensors: d2t must have draft_vocab_size = {D} entries; train again")
+    return {name: (t.to(wanted) if t.is_floating_point() else t).contiguous() for name, t in state.items()}
+
+
+def state_from_native(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inverse of `native_tensors`: floating tensors in float32, bit-equal where the export is float32."""
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}

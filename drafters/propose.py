@@ -1,0 +1,111 @@
+"""The one recursion: what training unrolls, decoding calls, and validation replays.
+
+A drafter supplies `step`, `logits`, `feedback` and `embed`; a memory supplies the keys that a step may see.
+Legend: B rows, S sequence, P positions that carry loss, q tokens a row, H hidden, D draft vocabulary,
+nkv key/value heads, g query heads a group, hd head dimension.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.cache import RowStore
+
+
+class Memory(Protocol):
+    """Keys and values of the drafter's layer."""
+
+    def write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Adds [B, q, nkv, hd] at rotary `positions` [B, q]."""
+
+    def attend(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """Attention of [B, q, nkv*g, hd] queries at `positions` over what they may see -> [B, q, nkv*g*hd]."""
+
+
+def unroll(drafter: Any, state: Tensor, tokens: Tensor, positions: Tensor, memory: Memory, depth: int,
+           choose: Callable[[int, Tensor], Tensor], select: Tensor | None = None) -> Iterator[Tensor]:
+    """Yields logits [B, p, D] of `depth` successive draft steps.
+
+    state [B, q, H] with the token that follows each position, `tokens` [B, q]. The first step writes keys for
+    all q positions and computes outputs only for `select` [B, p] (None: all); later steps go on from those,
+    one rotary position further each, with the tokens that `choose(k, logits)` names: the target's own in
+    training, the drafter's in decoding.
+    """
+    for k in range(depth):
+        state = drafter.step(state, drafter.embed(tokens), positions, memory, select)
+        if select is not None:
+            positions, select = positions.gather(1, select), None
+        logits = drafter.logits(state)
+        yield logits
+        if k + 1 < depth:
+            tokens = choose(k, logits)
+            state, positions = drafter.feedback(state), positions + 1
+
+
+class UnrollMemory:
+    """Memory of parallel chains: the chain that starts at t sees step-0 keys <= t and its own later keys.
+
+    The first write holds the whole sequence, every later one the next key of each chain.
+    """
+
+    def __init__(self, at: Tensor) -> None:
+        """`at` [B, P]: the positions at which the chains start."""
+        self.at = at
+        self.block: tuple[Tensor, Tensor] | None = None
+        self.own: list[tuple[Tensor, Tensor]] = []
+
+    def write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        if self.block is None:
+            self.block = keys.transpose(1, 2), values.transpose(1, 2)  # [B, nkv, S, hd]
+            columns = torch.arange(keys.shape[1], device=keys.device)
+            self.hidden = columns[None, None, :] > self.at[:, :, None]  # [B, P, S]
+        else:
+            self.own.append((keys.transpose(1, 2), values.transpose(1, 2)))  # [B, nkv, P, hd]
+
+    def attend(self, queries: Tensor, positions: Tensor) -> Tensor:
+        keys, values = self.block
+        B, P, heads, hd = queries.shape
+        nkv, S = keys.shape[1], keys.shape[2]
+        q = queries.reshape(B, P, nkv, heads // nkv, hd).permute(0, 2, 3, 1, 4) * hd**-0.5  # [B, nkv, g, P, hd]
+        scores = (q.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (-1, P))  # [B, nkv, g, P, S]
+        scores = scores.masked_fill(self.hidden[:, None, None], -torch.inf)
+        own = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in self.own]  # each [B, nkv, g, P, 1]
+        weights = torch.cat([scores, *own], dim=-1).float().softmax(-1).to(q.dtype)
+        out = (weights[..., :S].flatten(2, 3) @ values).unflatten(2, (-1, P))
+        for j, (_, v) in enumerate(self.own):
+            out = out + weights[..., S + j, None] * v[:, :, None]
+        return out.permute(0, 3, 1, 2, 4).reshape(B, P, heads * hd)
+
+
+class RowMemory:
+    """Memory of the decoding loop: one cache row a sequence; a query sees the columns up to its position.
+
+    What an abandoned draft wrote is overwritten by the real states that take its positions.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.store = RowStore(rows, capacity)
+
+    def write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        rows = torch.arange(len(positions), device=positions.device)
+        self.store.write(keys, values, rows, positions)
+
+    def attend(self, queries: Tensor, positions: Tensor) -> Tensor:
+        B, q, heads, hd = queries.shape
+        width = int(positions.max()) + 1
+        keys, values = self.store.read(None, width)  # [B, nkv, W, hd]
+        g = heads // keys.shape[1]
+        hidden = torch.arange(width, device=positions.device)[None, None, :] > positions[:, :, None]  # [B, q, W]
+        bias = torch.zeros(hidden.shape, dtype=queries.dtype, device=queries.device).masked_fill_(hidden, -torch.inf)
+        folded = queries.transpose(1, 2).reshape(B, heads // g, g * q, hd)
+        bias = bias[:, None, None].expand(B, 1, g, q, width).reshape(B, 1, g * q, width)
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias)
+        return out.reshape(B, heads, q, hd).transpose(1, 2).reshape(B, q, heads * hd)
+
+    def keep(self, rows: Tensor) -> None:
+        self.store.keep(rows)
+
+

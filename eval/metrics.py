@@ -1,0 +1,67 @@
+"""Acceptance as vLLM counts it, from the lengths of accepted prefixes. K draft length."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass
+class Acceptance:
+    """Counters of drafts that ran. accepted[i]: drafts whose first i+1 tokens were all accepted (cumulative)."""
+
+    K: int
+    drafts: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.accepted = self.accepted or [0] * self.K
+
+    def add(self, length: int) -> None:
+        """Counts one draft of which `length` tokens were accepted, before any trimming at an end token."""
+        self.drafts += 1
+        for i in range(length):
+            self.accepted[i] += 1
+
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        """Sum over prompts, ranks or engine replicas (case 55)."""
+        return Acceptance(self.K, self.drafts + other.drafts, [a + b for a, b in zip(self.accepted, other.accepted)])
+
+    @property
+    def rate(self) -> float:
+        """accepted tokens / drafted tokens."""
+        return sum(self.accepted) / (self.drafts * self.K) if self.drafts else 0.0
+
+    @property
+    def mean_length(self) -> float:
+        """1 + accepted / drafts: the bonus token included."""
+        return 1 + sum(self.accepted) / self.drafts if self.drafts else 1.0
+
+    @property
+    def per_position(self) -> list[float]:
+        """Cumulative rate of each position: accepted at i / drafts."""
+        return [a / self.drafts if self.drafts else 0.0 for a in self.accepted]
+
+    @property
+    def conditional(self) -> list[float]:
+        """Rate of each position given that the ones before were accepted."""
+        before = [self.drafts, *self.accepted[:-1]]
+        return [a / b if b else 0.0 for a, b in zip(self.accepted, before)]
+
+
+def bootstrap(values: np.ndarray, weights: np.ndarray, seed: int, draws: int = 2000) -> list[float]:
+    """95 % interval of sum(values) / sum(weights) by resampling prompts with replacement."""
+    if len(values) < 2:
+        return [float("nan")] * 2
+    picks = np.random.default_rng(seed).integers(0, len(values), size=(draws, len(values)))
+    totals = weights[picks].sum(1)
+    ratios = values[picks].sum(1) / np.where(totals == 0, np.nan, totals)
+    return [float(x) for x in np.nanpercentile(ratios, [2.5, 97.5])]
+
+
+def repeated_share(tokens: list[int], n: int = 8) -> float:
+    """Share of an answer's tokens inside an n-gram that occurs more than once in it."""
+    seen: dict[tuple[int, ...], list[int]] = {}
+    for i in range(len(tokens) - n + 1):
+        seen.setdefault(tuple(tokens[i : i + n]), []).append(i)
+    inside = {i + j for starts in seen.values() if len(starts) > 1 for i in starts for j in range(n)}
+    return len(inside) / len(tokens) if tokens else 0.0

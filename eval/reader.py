@@ -1,0 +1,227 @@
+"""An independent reader of exported EAGLE-3 folders: plain torch, no cache, written from the format alone.
+
+It shares no code with training, decoding or export, so that an error there cannot hide in here too (case 12).
+Slow on purpose: every draft step recomputes the whole sequence. Source: formats.md sections 1, 7, eagle3.md.
+S tokens of one sequence, H draft hidden size, Ht target hidden size, V target vocabulary, D draft vocabulary,
+K draft length, nh heads, nkv key/value heads, hd head dimension, n taps.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from recipes.errors import RunError
+
+
+@dataclass
+class Reading:
+    """What decoding gave."""
+
+    drafts: int
+    accepted_per_position: list[int]  # [K]; entry i: drafts whose first i + 1 tokens were accepted
+    tokens: list[list[int]]  # the answers, without their prompts
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, computed in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def inverse_frequencies(config: dict) -> Tensor:
+    """Rotary inverse frequencies, float32 [rotated dimensions / 2], from the top-level keys of config.json.
+
+    Raises RunError for a rope_type other than default, linear and llama3.
+    """
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    kind = scaling["rope_type"]
+    dims = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
+    plain = 1.0 / config["rope_theta"] ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
+    if kind == "default":
+        return plain
+    if kind == "linear":
+        return plain / scaling["factor"]
+    if kind != "llama3":
+        raise RunError(f"config.json: rope_scaling.rope_type = {kind}: the reader knows default, linear and "
+                       f"llama3; set export.check to false to ship without this check")
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the trained context
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow, divided by the factor; 1: fast, kept
+    return kept * plain + (1 - kept) * plain / scaling["factor"]
+
+
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Llama's half-rotation of x [heads, S, hd] by `positions` [S]; dimensions beyond those stay."""
+    half = len(frequencies)
+    angles = positions[:, None].float() * frequencies  # [S, half]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+class ReadDrafter:
+    """The drafter of an exported folder beside its target; computes in the target's precision."""
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        """Raises RunError for unreadable files, missing or unexpected tensors, a map outside the target."""
+        try:
+            self.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            self.weights = load_file(folder / "model.safetensors")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise RunError(f"{folder}: cannot be read: {error}; export again") from None
+        self.layers = self.config["eagle_aux_hidden_state_layer_ids"]
+        self.check_names(folder)
+        d2t, _ = self.weights.pop("d2t"), self.weights.pop("t2d")
+        self.target_ids = (torch.arange(len(d2t)) + d2t).tolist()  # offsets, not absolute ids
+        V = model.config.vocab_size
+        if len(set(self.target_ids)) != len(d2t) or not all(0 <= i < V for i in self.target_ids):
+            raise RunError(f"{folder}: d2t decodes to repeated ids or ids not in 0..{V - 1}; export again")
+        self.weights = {name: t.to(model.device, model.dtype) for name, t in self.weights.items()}
+        own = self.weights.get("embed_tokens.weight")
+        self.embedding = model.get_input_embeddings().weight if own is None else own  # [V, H]
+        self.frequencies = inverse_frequencies(self.config).to(model.device)
+
+    def check_names(self, folder: Path) -> None:
+        """Raises RunError where a tensor is missing, or is one that this reader leaves unused (case 13)."""
+        attention = [f"self_attn.{p}_proj" for p in "qkvo"]
+        others = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "hidden_norm", "input_layernorm",
+                  "post_attention_layernorm"]
+        wanted = {f"midlayer.{part}.weight" for part in attention + others}
+        wanted |= {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+        if self.config.get("fc_norm"):
+            wanted |= {f"fc_norm.{i}.weight" for i in range(len(self.layers))}
+        wrong = wanted ^ (self.weights.keys() - {"embed_tokens.weight"})
+        if wrong:
+            raise RunError(f"{folder}: missing or unexpected: {', '.join(sorted(wrong))}; export again")
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"])
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weights[f"{name}.weight"], self.config["rms_norm_eps"])
+
+    def combine(self, taps: list[Tensor]) -> Tensor:
+        """States entering the tapped layers, n of [S, Ht], to the drafter's own state [S, H]."""
+        if self.config.get("fc_norm"):
+            taps = [self.norm(f"fc_norm.{i}", tap) for i, tap in enumerate(taps)]
+        return self.linear("fc", torch.cat(taps, dim=-1))
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Causal self-attention over x [S, 2H] at positions 0..S-1, returns [S, H]."""
+        S, hd = len(x), self.config["head_dim"]
+        positions = torch.arange(S, device=x.device)
+        q, k, v = (self.linear(f"midlayer.self_attn.{p}_proj", x) for p in "qkv")
+        q, k, v = (t.view(S, -1, hd).transpose(0, 1) for t in (q, k, v))
+        q, k = (rotate(t, positions, self.frequencies) for t in (q, k))
+        group = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
+        k, v = (t.repeat_interleave(group, dim=0) for t in (k, v))  # [nh, S, hd]
+        scores = q @ k.transpose(1, 2) * hd ** -0.5
+        scores = scores.masked_fill(positions[None, :] > positions[:, None], float("-inf"))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        out = scores.softmax(-1, dtype=wide).to(x.dtype) @ v  # [nh, S, hd]
+        return self.linear("midlayer.self_attn.o_proj", out.transpose(0, 1).reshape(S, -1))
+
+    def layer(self, state: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """The drafter layer over states [S, H] and, for each, the token that FOLLOWS its position.
+
+        Returns the state to feed back [S, H] and the normed output that the head reads [S, H].
+        """
+        embedded = self.embedding[torch.tensor(tokens, device=state.device)]
+        normed = self.norm("midlayer.hidden_norm", state)
+        residual = normed if self.config.get("norm_before_residual") else state
+        both = torch.cat([self.norm("midlayer.input_layernorm", embedded), normed], dim=-1)  # [S, 2H]
+        h = residual + self.attend(both)
+        x = self.norm("midlayer.post_attention_layernorm", h)
+        gated = F.silu(self.linear("midlayer.mlp.gate_proj", x)) * self.linear("midlayer.mlp.up_proj", x)
+        h = h + self.linear("midlayer.mlp.down_proj", gated)
+        output = self.norm("norm", h)
+        return (output if self.config.get("norm_output") else h), output
+
+    def draft(self, taps: list[Tensor], tokens: list[int], length: int) -> list[int]:
+        """K target ids that follow `tokens` (t + 2 of them), from the target states at positions 0..t.
+
+        Step k adds one row at position t + k: the state fed back by the step before and the token it drafted.
+        One layer's keys and values depend on nothing but their own row, so a causal pass over all rows is
+        the chain, the rows of positions <= t being the real target states.
+        """
+        state, following, drafted = self.combine(taps), tokens[1:], []
+        for _ in range(length):
+            feedback, output = self.layer(state, following)
+            logits = self.linear("lm_head", output[-1])  # [D]
+            drafted.append(self.target_ids[int(logits.argmax())])
+            state = torch.cat([state, feedback[-1:]])
+            following = [*following, drafted[-1]]
+        return drafted
+
+
+def read_target(model: nn.Module, tokens: list[int], layers: list[int]) -> tuple[list[int], list[Tensor]]:
+    """One pass of the target: its greedy token after every position, and n states [S, Ht] ENTERING `layers`.
+
+    transformers gives its last hidden state after the final norm, engines tap id L before it: hence the hook.
+    """
+    last = {}
+    hook = model.get_decoder().norm.register_forward_pre_hook(lambda module, args: last.update(state=args[0]))
+    try:
+        out = model(torch.tensor([tokens], device=model.device), output_hidden_states=True, use_cache=False)
+    finally:
+        hook.remove()
+    entering = [*out.hidden_states[:-1], last["state"]]
+    return out.logits[0].argmax(-1).tolist(), [entering[k][0] for k in layers]
+
+
+def trim(tokens: list[int], end_ids: list[int], max_tokens: int) -> tuple[list[int], bool]:
+    """The answer up to its first end token (kept) or `max_tokens`, and whether it is finished."""
+    for i, token in enumerate(tokens[:max_tokens]):
+        if token in end_ids:
+            return tokens[:i + 1], True
+    return tokens[:max_tokens], len(tokens) >= max_tokens
+
+
+@torch.inference_mode()
+def read_acceptance(folder: Path, model: nn.Module, prompts: list[list[int]], draft_length: int,
+                    max_tokens: int, end_ids: list[int]) -> Reading:
+    """Greedy decoding of `prompts` (token ids) with the exported drafter, counted as vLLM counts.
+
+    The first token comes from the prefill, without a draft. Each further cycle drafts K = draft_length tokens
+    and counts the prefix that equals the target's own greedy tokens, BEFORE the answer is trimmed at an end
+    token or at max_tokens (formats.md section 7). model: a causal LM of transformers.
+    Raises RunError for an unusable folder or a prompt that does not fit.
+    """
+    drafter = ReadDrafter(folder, model)
+    limit = min(drafter.config["max_position_embeddings"], model.config.max_position_embeddings)
+    reading = Reading(0, [0] * draft_length, [])
+    for prompt in prompts:
+        if not prompt or len(prompt) + max_tokens + draft_length > limit:
+            raise RunError(f"a prompt of {len(prompt)} tokens with max_tokens = {max_tokens} and "
+                           f"draft_length = {draft_length} does not fit 1..{limit} positions; shorten it")
+        reading.tokens.append(decode(drafter, model, prompt, max_tokens, end_ids, reading))
+    return reading
+
+
+def decode(drafter: ReadDrafter, model: nn.Module, prompt: list[int], max_tokens: int, end_ids: list[int],
+           reading: Reading) -> list[int]:
+    """One answer; adds its drafts to `reading`."""
+    K = len(reading.accepted_per_position)
+    greedy, taps = read_target(model, prompt, drafter.layers)
+    answer, finished = trim([greedy[-1]], end_ids, max_tokens)
+    while not finished:
+        known = prompt + answer  # the last one is the target's choice, its own state is not known yet
+        drafted = drafter.draft(taps, known, K)
+        greedy, taps = read_target(model, known + drafted, drafter.layers)
+        own = greedy[len(known) - 1:]  # K + 1: the target's choice at every drafted place, and one more
+        accepted = 0
+        while accepted < K and drafted[accepted] == own[accepted]:
+            accepted += 1
+        reading.drafts += 1
+        for i in range(accepted):
+            reading.accepted_per_position[i] += 1
+        answer, finished = trim(answer + own[:accepted + 1], end_ids, max_tokens)
+        taps = [tap[:len(known) + accepted] for tap in taps]
+    return answer

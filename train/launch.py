@@ -1,0 +1,60 @@
+"""Starts Accelerate, with DeepSpeed where the launch config says so, on GPUs or on CPU processes over gloo."""
+
+import os
+
+import torch
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+
+from recipes.errors import ConfigError, RunError
+from recipes.schema import Train
+
+
+def start(section: Train, tracker: str | None) -> Accelerator:
+    """The Accelerator of this process.
+
+    Raises RunError where it does not see as many processes as the launcher started: on a machine without a
+    GPU, accelerate under DeepSpeed silently makes every process rank 0 of 1.
+    """
+    wanted = int(os.environ.get("WORLD_SIZE", "1"))
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    cpu = not torch.cuda.is_available()
+    if cpu and deepspeed:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+    accelerator = Accelerator(
+        cpu=cpu and not deepspeed,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=section.accumulation, sync_with_dataloader=False),
+        dataloader_config=DataLoaderConfiguration(),
+        mixed_precision="bf16" if section.dtype == "bfloat16" else "no",
+        log_with=tracker,
+    )
+    if accelerator.num_processes != wanted:
+        raise RunError(f"accelerate sees {accelerator.num_processes} processes, the launcher started {wanted}")
+    if deepspeed:
+        configure(accelerator, section)
+    return accelerator
+
+
+def configure(accelerator: Accelerator, section: Train) -> None:
+    """Fills DeepSpeed's `auto` values from the recipe; ConfigError where its config says otherwise."""
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    if config.get("zero_optimization", {}).get("stage", 0) > 2:
+        raise ConfigError("DeepSpeed ZeRO-3 is not supported for drafters yet; set zero_stage to 1 or 2")
+    wanted = {
+        "train_micro_batch_size_per_gpu": section.batch_rows,
+        "gradient_accumulation_steps": section.accumulation,
+        "gradient_clipping": section.clip,
+    }
+    for key, value in wanted.items():
+        given = config.get(key, "auto")
+        # accelerate writes 1.0 and 1 where its file names nothing
+        if given not in ("auto", value, 1, 1.0):
+            raise ConfigError(f"the DeepSpeed config sets {key} = {given}, the recipe {value}; use auto")
+        config[key] = value
+    config["train_batch_size"] = section.batch_rows * section.accumulation * accelerator.num_processes
+    config["zero_allow_untested_optimizer"] = True
+    # Our loss is already divided by the global batch's supervised positions.
+    config["zero_force_ds_cpu_optimizer"] = False

@@ -1,0 +1,167 @@
+"""The training loop. It knows no algorithm: the drafter supplies loss and count, the plan supplies the rows.
+
+The gradient is that of the mean over all supervised positions of the global batch, whatever the split into
+ranks and micro-batches and whatever the padding.
+"""
+
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from data.batching import Plan, collate
+from data.store import TraceReader
+from drafters.base import Batch, LossOutput
+from eval.metrics import Acceptance
+from eval.replay import replay
+from recipes.errors import TERMINATED
+from recipes.schema import Train
+from train import checkpoints
+from train.schedule import cosine
+
+
+class Trainer:
+    """One run on one process. `origin` is what drafter.json says of the target, `settings` what a resume compares."""
+
+    def __init__(self, accelerator: Accelerator, drafter: Any, reader: TraceReader, plan: Plan, section: Train,
+                 folder, origin: dict[str, Any], settings: dict[str, Any]) -> None:
+        self.accelerator, self.drafter, self.reader, self.plan, self.section = (
+            accelerator, drafter, reader, plan, section)
+        self.folder, self.origin, self.settings = folder, origin, settings
+        self.dtype = getattr(torch, section.dtype)
+        self.total = plan.total_steps(section.epochs)
+        trained = [p for p in drafter.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=section.lr, betas=(section.beta1, section.beta2),
+                                      weight_decay=section.weight_decay)
+        self.model, self.optimizer = accelerator.prepare(drafter, optimizer)
+        self.trained = trained
+        self.progress = checkpoints.Progress()
+        self.stop = False
+
+    def resume(self) -> None:
+        """Continues from the latest complete checkpoint, if there is one."""
+        found = checkpoints.latest(self.folder, self.settings, self.accelerator.num_processes)
+        if found:
+            path, self.progress = found
+            if self.progress.step < self.total:
+                self.accelerator.load_state(str(path / "state"))
+
+    def run(self) -> None:
+        """Trains to the last step. SIGTERM saves at the next step and exits 143."""
+        signal.signal(signal.SIGTERM, self.on_sigterm)
+        self.model.train()
+        with self.display() as bar:
+            task = bar.add_task("train", total=self.total, completed=self.progress.step, note="")
+            while self.progress.step < self.total:
+                note = self.step()
+                bar.update(task, completed=self.progress.step, note=note)
+                due = self.progress.step % self.section.validate_every == 0 or self.progress.step == self.total
+                if due:
+                    self.validate()
+                if due or self.progress.step % self.section.save_every == 0 or self.stop:
+                    self.save()
+                if self.stop and self.progress.step < self.total:
+                    self.accelerator.print("stopped by SIGTERM, saved; run the same command to go on", file=sys.stderr)
+                    sys.exit(TERMINATED)
+
+    def step(self) -> str:
+        """One optimizer step; returns a line of figures. A step without a supervised position changes nothing."""
+        section, step, began = self.section, self.progress.step, time.perf_counter()
+        micro = [self.load(rows) for rows in self.plan.micro_batches(step, self.accelerator.process_index)]
+        local = torch.tensor([float(sum(self.drafter.count(b) for b in micro)), float(self.stop),
+                              float(sum((b.turns.shape[0] * b.turns.shape[1]) for b in micro))], dtype=torch.float64)
+        supervised, stop, tokens = self.accelerator.reduce(local.to(self.accelerator.device), "sum").tolist()
+        self.stop = stop > 0
+        rate = cosine(step, self.total, section.warmup_steps, section.lr, section.min_lr_share)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        outputs, norm = [], None
+        if supervised:
+            # Ranks and micro-batches are averaged by the backends; the sum over positions is what is wanted.
+            scale = self.accelerator.num_processes * section.accumulation / supervised
+            for index, batch in enumerate(micro):
+                with self.accelerator.accumulate(self.model):
+                    out = self.model(batch, step / self.total, self.noise_seed(step, index))
+                    self.accelerator.backward(out.loss_sum * scale)
+                    if self.accelerator.sync_gradients:
+                        norm = self.accelerator.clip_grad_norm_(self.trained, section.clip)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                outputs.append(out)
+        else:
+            self.progress.skipped += 1
+        self.progress.step += 1
+        self.progress.tokens += int(tokens)
+        return self.figures(outputs, rate, norm, int(tokens), time.perf_counter() - began)
+
+    def load(self, rows: list[int]) -> Batch:
+        """A micro-batch; an empty one becomes a row without loss, so that every rank takes part."""
+        batch = collate([self.reader[i] for i in rows or self.plan.rows[:1]])
+        if not rows:
+            batch.turns.zero_()
+        return batch.to(self.accelerator.device, self.dtype)
+
+    def noise_seed(self, step: int, index: int) -> int:
+        ranks = self.accelerator.num_processes
+        return ((self.section.seed * 1_000_003 + step) * 64 + index) * ranks + self.accelerator.process_index
+
+    def figures(self, outputs: list[LossOutput], rate: float, norm: Any, tokens: int, seconds: float) -> str:
+        """Reduces the step's sums over ranks on logging steps, sends them to the tracker, returns the display line."""
+        step = self.progress.step
+        if not outputs or (step % self.section.log_every and step != self.total):
+            return self.last_note if hasattr(self, "last_note") else ""
+        sums = torch.stack([torch.stack([o.depth_loss.double(), o.depth_hits.double(), o.depth_count.double()])
+                            for o in outputs]).sum(0)
+        loss, hits, counts = self.accelerator.reduce(sums, "sum").tolist()
+        values: dict[str, float] = {"lr": rate, "tokens_per_s": tokens / seconds, "tokens": self.progress.tokens}
+        for k, n in enumerate(counts):
+            values[f"loss/depth_{k}"] = loss[k] / max(n, 1)
+            values[f"hit_rate/depth_{k}"] = hits[k] / max(n, 1)
+        if norm is not None:
+            values["grad_norm"] = float(norm)
+        self.last_loss = values["loss/depth_0"]
+        self.accelerator.log(values, step=step)
+        hit = " ".join(f"{h / max(n, 1):.2f}" for h, n in zip(hits, counts))
+        best = f" best {self.progress.best_length:.2f}" if self.progress.best_step >= 0 else ""
+        self.last_note = f"loss {self.last_loss:.2f} hits {hit} {tokens / seconds:.0f} tok/s{best}"
+        return self.last_note
+
+    def validate(self) -> None:
+        """Replayed acceptance over the validation rows, split over ranks; each row once, uneven ends allowed."""
+        rows = self.reader.split("validation")[self.accelerator.process_index :: self.accelerator.num_processes]
+        K = self.section.validation_draft_length
+        counts = replay(self.drafter, self.reader, rows, K, self.accelerator.device, self.dtype)
+        local = torch.tensor([counts.drafts, *counts.accepted], device=self.accelerator.device)
+        drafts, *accepted = self.accelerator.reduce(local, "sum").tolist()
+        counts = Acceptance(K, drafts, accepted)
+        progress = self.progress
+        if counts.mean_length > progress.best_length:
+            progress.best_step, progress.best_length = progress.step, counts.mean_length
+        row = {"step": progress.step, "tokens": progress.tokens, "train_loss": getattr(self, "last_loss", None),
+               "mean_length": counts.mean_length, "per_position": counts.per_position, "drafts": drafts}
+        progress.curve.append(row)
+        self.accelerator.log({"validation/mean_length": counts.mean_length, **{
+            f"validation/position_{i}": rate for i, rate in enumerate(counts.per_position)}}, step=progress.step)
+
+    def save(self) -> None:
+        checkpoints.save(self.accelerator, self.folder, self.progress, self.drafter, self.origin, self.settings,
+                         self.section.keep)
+
+    def on_sigterm(self, number: int, frame: Any) -> None:
+        self.stop = True
+
+    def display(self) -> Progress:
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+                   TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+        return Progress(*columns, console=Console(stderr=True), disable=not self.accelerator.is_main_process)
+
+
+def trained_parameters(drafter: Any) -> dict[str, Tensor]:
+    """What the optimizer holds: exactly the drafter's trainable parameters (case 62)."""
+    return {name: p for name, p in drafter.named_parameters() if p.requires_grad}

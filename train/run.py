@@ -1,0 +1,88 @@
+"""`make train`: trains any registered drafter on a finished trace store.
+
+    accelerate launch [--config_file F] train/run.py --config RECIPE
+"""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from data.batching import plan_for
+from data.store import TraceReader
+from drafters.registry import entry, options_of
+from drafters.target import Target
+from recipes.cli import Command, run, run_dir
+from recipes.errors import ConfigError
+from recipes.files import write_json
+from recipes.provenance import stamp
+from recipes.schema import Recipe
+from train.launch import start
+from train.loop import Trainer
+
+
+def check_traces(reader: TraceReader, target: Target, layers: list[int]) -> None:
+    """ConfigError where the traces are of another target or of other layers (cases 36, 04)."""
+    for part, value in target.fingerprint().items():
+        if reader.manifest["target"].get(part) != value:
+            raise ConfigError(f"{reader.folder}: traced from {reader.manifest['model']}, whose {part} differs from "
+                              "this target's; run `make trace` under another name")
+    if reader.manifest["layers"] != layers:
+        raise ConfigError(f"{reader.folder}: traced layers {reader.manifest['layers']}, the recipe wants {layers}")
+
+
+def track(accelerator: Accelerator, recipe: Recipe, folder: Path) -> None:
+    """Starts the tracker; wandb stays offline without a key and continues its run on a resume."""
+    if recipe.train.tracker == "none":
+        return
+    keyed = bool(os.environ.get("WANDB_API_KEY"))
+    settings = {"wandb": {"name": recipe.name, "id": recipe.name, "resume": "allow", "dir": str(folder),
+                          "mode": "online" if keyed else "offline"}}
+    accelerator.init_trackers("drafthouse", config=flat(asdict(recipe)), init_kwargs=settings)
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mapping to dotted names with plain values, as trackers want them."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            out |= flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return out
+
+
+def main(recipe: Recipe, switches: set[str]) -> None:
+    known = entry(recipe.drafter.kind)
+    options = options_of(recipe.drafter.kind, recipe.drafter.options)
+    accelerator = start(recipe.train, None if recipe.train.tracker == "none" else recipe.train.tracker)
+    folder = run_dir(recipe)
+    reader = TraceReader(folder / "traces")
+    target = Target(recipe.target, recipe.trace.layers)
+    check_traces(reader, target, target.layers)
+    counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
+    drafter = known.build(options, target, counts, recipe.train.seed)
+    origin = {"model": recipe.target.model, "fingerprint": target.fingerprint()}
+    del target
+    plan = plan_for(reader, recipe.train.batch_rows, accelerator.num_processes, recipe.train.accumulation,
+                    recipe.train.seed)
+    settings = {"train": asdict(recipe.train), "drafter": asdict(options), "traces": reader.manifest["key"]}
+    track(accelerator, recipe, folder)
+    trainer = Trainer(accelerator, drafter, reader, plan, recipe.train, folder / "checkpoints", origin, settings)
+    trainer.resume()
+    trainer.run()
+    accelerator.end_training()
+    if accelerator.is_main_process:
+        progress = trainer.progress
+        write_json(folder / "checkpoints" / "curve.json", progress.curve)
+        write_json(folder / "provenance.json", stamp(asdict(recipe)))
+        print(f"trained: {progress.step} steps, {progress.tokens} tokens, {progress.skipped} steps without loss; "
+              f"best replayed acceptance length {progress.best_length:.3f} at step {progress.best_step}")
+
+
+COMMAND = Command("make train", "Trains a drafter on collected traces.", main)
+
+if __name__ == "__main__":
+    run(COMMAND)
