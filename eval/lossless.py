@@ -1,0 +1,133 @@
+"""Does speculation change the text? Greedy ids against plain decoding, sampled tokens against the target's own p."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.stats import chi2, combine_pvalues
+from torch import Tensor
+
+from data.sampling import Sampling, probabilities
+from drafters.base import Draft, Drafter
+from drafters.target import Target
+from eval.decode import Decoder, Output
+from eval.verify import verify_sampled
+
+
+def compare_greedy(target: Target, prompts: list[list[int]], plain: list[Output], spec: list[Output],
+                   tolerance: float) -> dict[str, float]:
+    """Counts prompts whose greedy ids differ, each first difference classified by the target's top-2 logit gap.
+
+    A gap below `tolerance` at the first difference is a near-tie: batched verification rounds differently and
+    either token is the target's. Anything else is a mismatch. `tie_gap` is the tolerance.
+    """
+    mismatches = near_ties = 0
+    for prompt, a, b in zip(prompts, plain, spec):
+        at = first_difference(a.tokens, b.tokens)
+        if at is None:
+            continue
+        if top2_gap(target, prompt + a.tokens[:at]) < tolerance:
+            near_ties += 1
+        else:
+            mismatches += 1
+    return {"prompts": len(prompts), "tokens": sum(len(a.tokens) for a in plain), "mismatches": mismatches,
+            "near_ties": near_ties, "tie_gap": tolerance}
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Index of the first token that differs, the shorter end included; None where equal."""
+    for i, (x, y) in enumerate(zip(a, b)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def top2_gap(target: Target, ids: list[int]) -> float:
+    """Difference of the two largest logits after `ids`."""
+    row = torch.tensor([ids], device=target.device)
+    positions = torch.arange(len(ids), device=target.device)[None]
+    top = target.forward(row, positions).logits[0, -1].float().topk(2).values
+    return float(top[0] - top[1])
+
+
+@dataclass
+class SamplingTest:
+    """Statistics of one context: total variation between drawn and exact first tokens, and the chi-square p-value."""
+
+    tv: float
+    p_value: float
+
+
+def judge_context(p: Tensor, drafted: Tensor, q: Tensor | None, draws: int, seed: int) -> SamplingTest:
+    """Verifies `draws` drafts of one token by p [V] and compares the first emitted tokens with p.
+
+    drafted [draws, 1] as proposed; q [V] their distribution or None for a deterministic draft. Tokens expected
+    fewer than 5 times are pooled, as the chi-square test requires. p itself comes from the target's real logits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    p, drafted, q = on_support(p, drafted, q)
+    tall = p.expand(draws, 1, -1)
+    spread = None if q is None else q.expand(draws, 1, -1)
+    rows = torch.cat([tall, tall], dim=1)  # the second position is not looked at
+    verdict = verify_sampled(rows, Draft(drafted, spread), generator)
+    counts = torch.bincount(verdict.tokens[:, 0], minlength=p.shape[-1]).double().numpy()
+    expected = (p.double() / p.double().sum()).numpy() * draws
+    tv = float(np.abs(counts - expected).sum() / 2 / draws)
+    if counts[expected == 0].sum():
+        return SamplingTest(tv, 0.0)
+    large = expected >= 5
+    observed = np.append(counts[large], counts[~large].sum())
+    wanted = np.append(expected[large], expected[~large].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    statistic = float(((observed - wanted) ** 2 / wanted).sum())
+    return SamplingTest(tv, float(chi2.sf(statistic, max(len(wanted) - 1, 1))) if len(wanted) > 1 else 1.0)
+
+
+def on_support(p: Tensor, drafted: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same test on the tokens that p, q or the drafts can name: thousands of draws over a whole vocabulary
+    would not fit in memory."""
+    used = p > 0
+    used[drafted.flatten()] = True
+    if q is not None:
+        used |= q > 0
+    ids = used.nonzero()[:, 0]
+    return p[ids], torch.searchsorted(ids, drafted.contiguous()), None if q is None else q[ids]
+
+
+def sampling_report(target: Target, drafter: Drafter, prompts: list[list[int]], draws: int, seed: int,
+                    ) -> dict[str, float]:
+    """Chi-square and total variation over contexts, deterministic and sampled drafts in turn, at temperature 1.
+
+    `p_value` combines the contexts' by Fisher's method; `max_tv` is the largest distance, which shrinks with draws.
+    """
+    results = []
+    for i, prompt in enumerate(prompts):
+        logits, proposal = first_draft(target, drafter, prompt, sampled=i % 2 == 1, seed=seed + i, draws=draws)
+        p = probabilities(logits[None], Sampling(temperature=1.0, top_p=0.95))[0]
+        q = None if proposal.q is None else proposal.q[0, 0]
+        results.append(judge_context(p, proposal.tokens, q, draws, seed + i))
+    if not results:
+        return {"tests": 0, "max_tv": 0.0, "p_value": 1.0}
+    combined = combine_pvalues([max(r.p_value, 1e-300) for r in results]).pvalue
+    return {"tests": len(results), "max_tv": max(r.tv for r in results),
+            "p_value": 1.0 if math.isnan(combined) else float(combined)}
+
+
+@torch.inference_mode()
+def first_draft(target: Target, drafter: Drafter, prompt: list[int], sampled: bool, seed: int, draws: int,
+                ) -> tuple[Tensor, Draft]:
+    """The target's logits [V] after prompt and first token, and `draws` proposals of the drafter for that place."""
+    decoder = Decoder(target, max_tokens=2, seed=seed)
+    decoder.generator = torch.Generator().manual_seed(seed)
+    session = drafter.session(1, len(prompt) + 4)
+    outputs = [Output()]
+    decoder.end_ids = set()
+    rows = decoder.prefill([prompt], outputs, session, len(prompt) + 4)
+    proposal = session.propose(1, decoder.sample_draft if sampled else None)
+    states = target.forward(rows.last[:, None], rows.length[:, None], rows.cache)
+    logits = states.logits[0, 0]
+    if proposal.q is None:
+        return logits, Draft(proposal.tokens.expand(draws, 1))
+    drafted = torch.multinomial(proposal.q[0, 0], draws, replacement=True, generator=decoder.generator)
+    return logits, Draft(drafted[:, None], proposal.q)

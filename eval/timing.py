@@ -1,0 +1,155 @@
+"""Measured speed: plain decoding, speculation and transformers' generate in turns on the same prompts, at batch 1.
+
+Interleaving lets all of them see the same machine; figures are sums over prompts, intervals resample prompts.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from drafters.base import Drafter
+from drafters.fast_cpu import GROUPED
+from drafters.target import Target
+from eval.decode import Decoder, Output
+
+PLAIN, SPECULATIVE, TRANSFORMERS = "drafthouse plain loop", "speculative", "transformers generate"
+SMALLEST_N = {"p50": 10, "p95": 100, "p99": 500}  # samples below which a percentile says nothing
+
+
+@dataclass
+class Timing:
+    """Seconds and kept tokens of each timed prompt, first-token and inter-token times in ms."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    ttft_ms: list[float] = field(default_factory=list)
+    itl_ms: list[float] = field(default_factory=list)
+
+    @property
+    def tok_s(self) -> float:
+        return sum(self.tokens) / sum(self.seconds) if self.seconds else 0.0
+
+    def add(self, began: float, out: Output) -> None:
+        """A burst of n tokens that appears together counts as n intervals of a n-th of the time since the last."""
+        self.seconds.append(out.times[-1][0] - began)
+        self.tokens.append(len(out.tokens))
+        self.ttft_ms.append((out.times[0][0] - began) * 1e3)
+        for (before, _), (now, n) in zip(out.times, out.times[1:]):
+            self.itl_ms += [(now - before) * 1e3 / n] * n
+
+
+def interleaved(target: Target, drafter: Drafter, prompts: list[list[int]], K: int, max_tokens: int,
+                progress: Callable[[], None]) -> dict[str, Timing]:
+    """Times every prompt with each engine in turn; the first prompt runs once before, uncounted."""
+    decoder = Decoder(target, max_tokens)
+    timings = {PLAIN: Timing(), SPECULATIVE: Timing(), TRANSFORMERS: Timing()}
+    for warm, prompt in [(True, prompts[0]), *((False, p) for p in prompts)]:
+        for name, timing in timings.items():
+            began = time.perf_counter()
+            if name == TRANSFORMERS:
+                out = generate(target, prompt, max_tokens)
+            elif name == PLAIN:
+                out = decoder.plain([prompt])[0]
+            else:
+                out = decoder.speculative([prompt], drafter, K)[0]
+            if not warm:
+                timing.add(began, out)
+        progress()
+    return timings
+
+
+def generate(target: Target, prompt: list[int], max_tokens: int) -> Output:
+    """transformers' own greedy generate with its own attention, as an Output (times of first and last token only)."""
+    out, model = Output(), target.model
+    if target.grouped:
+        model.set_attn_implementation("sdpa")
+    ids = torch.tensor([prompt], device=target.device)
+    result = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,
+                            eos_token_id=target.end_ids, pad_token_id=target.end_ids[0])
+    if target.grouped:
+        model.set_attn_implementation(GROUPED)
+    out.tokens = result[0, len(prompt):].tolist()
+    out.times = [(time.perf_counter(), len(out.tokens))]
+    return out
+
+
+def median_ms(work: Callable[[], Any], repeats: int = 9) -> float:
+    """Median milliseconds of a call after one warm-up."""
+    work()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times)
+
+
+@torch.inference_mode()
+def step_times(target: Target, drafter: Drafter, context: int, K: int) -> dict[str, float]:
+    """Milliseconds, outside the loop at batch 1: one plain target pass, one verification of K+1, one draft step."""
+    device = target.device
+    cache = target.new_cache(1, context + K + 1)
+    ids = torch.ones(1, context, dtype=torch.long, device=device)
+    positions = torch.arange(context, device=device)[None]
+    states = target.forward(ids, positions, cache, logits=False)
+    ahead = context + torch.arange(K + 1, device=device)[None]
+    session = drafter.session(1, context + 2 * K + 2)
+    session.observe(states.taps, ids, positions, torch.tensor([context - 1], device=device))
+    session.propose(K)
+    verified = target.forward(ids[:, : K + 1], ahead, cache)
+
+    def cycle() -> None:
+        session.observe(verified.taps, ids[:, : K + 1], ahead, torch.tensor([1], device=device))
+        session.propose(K)
+
+    return {
+        "target_step_ms": median_ms(lambda: target.forward(ids[:, :1], ahead[:, :1], cache)),
+        "verify_ms": median_ms(lambda: target.forward(ids[:, : K + 1], ahead, cache)),
+        "draft_step_ms": median_ms(cycle) / K,
+    }
+
+
+def predict(E: float, steps: dict[str, float], K: int) -> float:
+    """Speedup = E / (K c + v): c draft step and v verification, both over a plain target step."""
+    c, v = (steps[name] / steps["target_step_ms"] for name in ("draft_step_ms", "verify_ms"))
+    return E / (K * c + v)
+
+
+def speedup(base: Timing, fast: Timing, seed: int, draws: int = 2000) -> tuple[float, list[float]]:
+    """Ratio of tokens per second, and its 95 % interval by resampling prompts."""
+    bt, bs, ft, fs = (np.array(x, dtype=float) for x in (base.tokens, base.seconds, fast.tokens, fast.seconds))
+    picks = np.random.default_rng(seed).integers(0, len(bt), size=(draws, len(bt)))
+    ratios = (ft[picks].sum(1) / fs[picks].sum(1)) / (bt[picks].sum(1) / bs[picks].sum(1))
+    return fast.tok_s / base.tok_s, [float(x) for x in np.percentile(ratios, [2.5, 97.5])]
+
+
+def percentiles(values: list[float]) -> dict[str, Any]:
+    """p50, p95 and p99 with n; a percentile that n is too small for is null, with the reason."""
+    out: dict[str, Any] = {"n": len(values)}
+    missing = []
+    for name, smallest in SMALLEST_N.items():
+        enough = len(values) >= smallest
+        out[name] = float(np.percentile(values, int(name[1:]))) if enough else None
+        if not enough:
+            missing.append(f"{name} needs n >= {smallest}")
+    if missing:
+        out["reason"] = "; ".join(missing)
+    return out
+
+
+def by_batch(target: Target, drafter: Drafter, prompts: list[list[int]], K: int, max_tokens: int, size: int,
+             ) -> dict[str, float]:
+    """Plain and speculative tokens per second with `size` prompts decoded together, prefill included."""
+    decoder = Decoder(target, max_tokens)
+    rates = {}
+    for name, work in (("baseline_tok_s", lambda: decoder.plain(prompts[:size])),
+                       ("speculative_tok_s", lambda: decoder.speculative(prompts[:size], drafter, K))):
+        began = time.perf_counter()
+        outputs = work()
+        rates[name] = sum(len(o.tokens) for o in outputs) / (time.perf_counter() - began)
+    return {"batch": size, **rates, "speedup": rates["speculative_tok_s"] / rates["baseline_tok_s"]}

@@ -1,0 +1,8 @@
+"""Tests use one thread: tiny models only lose by more, and a shared machine stays usable."""
+
+import os
+
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)
