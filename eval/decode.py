@@ -17,7 +17,6 @@ from drafters.target import Target
 from eval.metrics import Acceptance
 from eval.verify import verify
 
-
 GREEDY = Sampling()
 
 
