@@ -21,8 +21,10 @@ class Conversation:
     finish: str
 
 
-def capture(target: Target, rows: list[Conversation], batch_tokens: int) -> tuple[list[TraceRow], dict[str, str]]:
+def capture(target: Target, rows: list[Conversation], batch_tokens: int,
+            dtype: torch.dtype = torch.float32) -> tuple[list[TraceRow], dict[str, str]]:
     """Traces of the rows in their order, and the reasons of those left out (NaN or Inf states, case 34).
+    States are cast to the storage `dtype` first, so that one which overflows there counts as Inf.
 
     Rows are batched by length, at most `batch_tokens` padded tokens a forward pass (a longer row goes alone).
     Raises RunError where the states' length differs from the ids' (case 08): nothing is padded to fit.
@@ -40,7 +42,7 @@ def capture(target: Target, rows: list[Conversation], batch_tokens: int) -> tupl
         for b, i in enumerate(batch):
             row = rows[i]
             length, turns = len(row.ids), torch.tensor(row.turns)
-            taps, final = states.taps[b, :length].cpu(), states.final[b, :length].cpu()
+            taps, final = states.taps[b, :length].cpu().to(dtype), states.final[b, :length].cpu().to(dtype)
             if len(taps) != length or len(final) != length:
                 raise RunError(f"row {row.id}: {len(taps)} states for {length} tokens")
             if not (torch.isfinite(taps).all() and torch.isfinite(final).all()):

@@ -40,7 +40,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], end_ids:
     Each assistant turn starts where the generation prompt ends and stops at the first end token after it.
     Works with and without generation markers in the template, since it compares renderings only.
     Raises ConfigError where a longer rendering does not begin with the shorter one (a template that
-    rewrites history), or where an assistant turn has no end token: a wrong mask would be silent (case 06).
+    rewrites history), where an assistant turn has no end token, or where it comes first: a wrong mask would be
+    silent (case 06).
     """
     ids = _render(tokenizer, messages, generation=False)
     turns = [0] * len(ids)
@@ -48,6 +49,9 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], end_ids:
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if i == 0:
+            raise ConfigError("the conversation begins with an assistant turn: nothing renders before it, so where "
+                              "its own tokens begin is unknown")
         number += 1
         start = _prefix(tokenizer, messages[:i], ids, generation=True)
         stop = _prefix(tokenizer, messages[: i + 1], ids, generation=False)
@@ -65,6 +69,17 @@ def _prefix(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ids: li
         raise ConfigError(f"the chat template does not append: rendering {len(messages)} messages is not a prefix of "
                           "the whole conversation, so a loss mask would be wrong; use single-turn prompts")
     return len(shorter)
+
+
+def by_user_turn(messages: list[Message]) -> list[list[Message]]:
+    """What is given before each answer: messages cut after every user turn, given answers left out."""
+    parts: list[list[Message]] = [[]]
+    for message in messages:
+        if message["role"] != "assistant":
+            parts[-1].append(message)
+        if message["role"] == "user":
+            parts.append([])
+    return [part for part in parts if part]
 
 
 def user_header_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

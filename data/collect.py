@@ -16,16 +16,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.capture import Conversation, capture
-from data.chat import prompt_ids, user_header_ids
+from data.chat import by_user_turn, prompt_ids, user_header_ids
 from data.generate import Answer, Generator, Request
 from data.prompts import Filter, Intake, Prompt, content_id, evaluation_prompts, hold_out, read_jsonl
 from data.sampling import Sampling
-from data.store import FORMAT, row_bytes, shard_complete, write_shard
+from data.store import FORMAT, bad_rows, row_bytes, shard_complete, write_shard
 from drafters.target import Target, require_chat_template
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, sha256_json, write_json
-from recipes.provenance import stamp
+from recipes.provenance import difference, stamp
 from recipes.schema import PromptSource, Recipe
 
 console = Console(stderr=True)
@@ -75,14 +75,14 @@ class Collector:
         try:
             for part in ("prompts", "answers", "shards"):
                 (self.folder / part).mkdir(parents=True, exist_ok=True)
-            if not path.exists():
+            if not any(self.folder.glob("*/*.json")):  # nothing was collected yet, whatever was tried
                 write_json(path, self.settings)
         except OSError as error:
             raise ConfigError(f"{self.folder}: cannot write there: {error.strerror}") from None
         try:
             earlier = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            raise RunError(f"{path}: unreadable; delete {self.folder} to start over") from None
+        except (OSError, ValueError):
+            raise RunError(f"{path}: missing or unreadable; delete {self.folder} to start over") from None
         changed = difference(earlier, self.settings)
         if changed:
             raise ConfigError(f"{self.folder}: traced earlier with other settings: {changed}; "
@@ -99,6 +99,9 @@ class Collector:
                 self.admit(rows[: source.count or len(rows)], keep, intake)
             else:
                 self.synthesise(number, source, keep, intake)
+        twice = [i for i, n in Counter(p.id for p in intake.prompts).items() if n > 1]
+        if twice:
+            raise ConfigError(f"prompts: id {twice[0]!r} names two different prompts; ids must differ over all sources")
         if len(intake.prompts) <= self.recipe.prompts.validation:
             raise ConfigError(f"prompts: {len(intake.prompts)} usable prompts ({dict(intake.dropped)} dropped), but "
                               f"prompts.validation holds out {self.recipe.prompts.validation}; give more prompts")
@@ -121,13 +124,14 @@ class Collector:
         header = user_header_ids(self.target.tokenizer)
         starts = [self.target.tokenizer(t, add_special_tokens=False)["input_ids"] for t in source.starts or [""]]
         sampling = Sampling(source.temperature, source.top_k, source.top_p)
-        unit, rows = 0, self.recipe.generation.unit_rows
+        unit = tried = 0
         with progress_bar() as bar:
             task = bar.add_task("prompts ", total=source.count, note="", completed=0)
             while len(intake.prompts) < wanted:
                 before = len(intake.prompts)
+                rows = min(self.recipe.generation.unit_rows, 16 + (wanted - before) * 5 // 4)
                 requests = [Request(f"s{number}-{i}", header + starts[i % len(starts)], sampling)
-                            for i in range(unit * rows, unit * rows + rows)]
+                            for i in range(tried, tried + rows)]
                 answers = self.unit("prompts", f"{number}-{unit:05d}", requests, source.max_tokens)
                 self.admit(self.as_prompts(answers, len(header), intake), keep, intake)
                 if len(intake.prompts) == before:
@@ -135,7 +139,7 @@ class Collector:
                                    "raise prompts.sources max_tokens or use a jsonl source")
                 del intake.prompts[wanted:]
                 bar.update(task, completed=len(intake.prompts) - wanted + source.count)
-                unit += 1
+                unit, tried = unit + 1, tried + rows
 
     def as_prompts(self, answers: list[Answer], header: int, intake: Intake) -> list[Prompt]:
         """User turns from what was sampled behind the user header (`header` tokens); finished ones only."""
@@ -167,32 +171,53 @@ class Collector:
         return answers
 
     def answers_stage(self, prompts: list[Prompt]) -> list[Conversation]:
-        """The target's answer to every prompt; validation rows greedy, with the overrun a replay needs."""
+        """The target's answer to every user turn; validation rows greedy, with the overrun a replay needs.
+
+        Turns are answered in rounds, each on the history that the target itself gave, so a conversation of n user
+        turns is n rows whose ids are exactly those of serving. It ends early where an answer was cut by length.
+        """
         section = self.recipe.generation
         validation = hold_out([p.id for p in prompts], self.recipe.prompts.validation, self.recipe.prompts.seed)
         sampling = Sampling(section.temperature, section.top_k, section.top_p)
         overrun = self.recipe.train.validation_draft_length
-        requests = []
-        for p in prompts:
-            ids = prompt_ids(self.target.tokenizer, p.messages)
-            held = p.id in validation
-            requests.append(Request(p.id, ids, Sampling() if held else sampling, overrun if held else 0))
-        conversations = []
+        live = [(p, by_user_turn(p.messages), []) for p in prompts]
+        rows: list[Conversation] = []
+        number = 0
+        while live:
+            requests, histories = [], {}
+            for p, turns, history in live:
+                history += turns[number]
+                ids = prompt_ids(self.target.tokenizer, history)
+                if len(ids) + section.max_tokens > self.limit:
+                    continue
+                held, name = p.id in validation, p.id if number == 0 else f"{p.id}/{number}"
+                requests.append(Request(name, ids, Sampling() if held else sampling, overrun if held else 0))
+                histories[name] = p, turns, history
+            live = []
+            for answer in self.round(number, requests):
+                p, turns, history = histories[answer.id]
+                split = "validation" if p.id in validation else "train"
+                mask = [0] * len(answer.prompt) + [1] * len(answer.tokens)
+                rows.append(Conversation(answer.id, split, answer.prompt + answer.tokens, mask, answer.overrun,
+                                         answer.finish))
+                if answer.finish == "stop" and number + 1 < len(turns):
+                    text = self.target.tokenizer.decode(answer.tokens[:-1])
+                    live.append((p, turns, [*history, {"role": "assistant", "content": text}]))
+            number += 1
+        if not any(any(c.turns) for c in rows):
+            raise RunError("no supervised token in any row: the loss mask is empty (case 06)")
+        return rows
+
+    def round(self, number: int, requests: list[Request]) -> list[Answer]:
+        """Answers to one round's requests, in units."""
+        section, answers = self.recipe.generation, []
         with progress_bar() as bar:
             task = bar.add_task("answers ", total=len(requests), note="")
-            tokens = 0
             for start in range(0, len(requests), section.unit_rows):
                 chunk = requests[start : start + section.unit_rows]
-                for answer in self.unit("answers", f"{start // section.unit_rows:05d}", chunk, section.max_tokens):
-                    split = "validation" if answer.id in validation else "train"
-                    turns = [0] * len(answer.prompt) + [1] * len(answer.tokens)
-                    conversations.append(Conversation(answer.id, split, answer.prompt + answer.tokens, turns,
-                                                      answer.overrun, answer.finish))
-                    tokens += len(answer.tokens)
-                bar.update(task, advance=len(chunk), note=f"{tokens} tokens")
-        if not any(any(c.turns) for c in conversations):
-            raise RunError("no supervised token in any row: the loss mask is empty (see docs, case 06)")
-        return conversations
+                answers += self.unit("answers", f"{number}-{start // section.unit_rows:05d}", chunk, section.max_tokens)
+                bar.update(task, advance=len(chunk), note=f"{sum(len(a.tokens) for a in answers)} tokens")
+        return answers
 
     def capture_stage(self, rows: list[Conversation], intake: Intake) -> None:
         """Manifest first, then every shard that is not complete yet."""
@@ -201,7 +226,8 @@ class Collector:
         plan = self.plan_shards(rows, dtype)
         sizes = [self.bytes_of(c, dtype) for c in rows]
         shards = self.folder / "shards"
-        missing = [name for name, part in plan.items() if not shard_complete(shards, name, [c.id for c in part])]
+        key = sha256_json(self.settings)
+        missing = [name for name, part in plan.items() if not shard_complete(shards, name, [c.id for c in part], key)]
         needed = sum(self.bytes_of(c, dtype) for name in missing for c in plan[name])
         free = shutil.disk_usage(self.folder).free
         if needed * 1.05 > free:
@@ -212,12 +238,12 @@ class Collector:
             task = bar.add_task("states  ", total=len(plan), note=f"{sum(sizes) / 1e6:.0f} MB")
             for name, part in plan.items():
                 if name in missing:
-                    traced, faults = capture(self.target, part, section.batch_tokens)
-                    write_shard(shards, name, traced, dtype, faults)
-                    bad += len(faults)
-                    if bad > section.max_bad_share * len(rows):
-                        raise RunError(f"{bad} of {len(rows)} rows have NaN or Inf states (trace.max_bad_share = "
-                                       f"{section.max_bad_share}); check target.dtype")
+                    traced, faults = capture(self.target, part, section.batch_tokens, dtype)
+                    write_shard(shards, name, traced, dtype, faults, key)
+                bad += bad_rows(shards, name)  # of finished shards too: running again is no way past the gate
+                if bad > section.max_bad_share * len(rows):
+                    raise RunError(f"{bad} of {len(rows)} rows have NaN or Inf states (trace.max_bad_share = "
+                                   f"{section.max_bad_share}); check target.dtype and trace.dtype")
                 bar.advance(task)
 
     def bytes_of(self, row: Conversation, dtype: torch.dtype) -> int:
@@ -252,17 +278,6 @@ class Collector:
             "finish": dict(Counter(c.finish for c in rows)),
             "draft_vocabulary_counts": {str(t): n for t, n in sorted(counts.items())},
         }
-
-
-def difference(earlier: Any, now: Any, path: str = "") -> str:
-    """The first setting that differs, as 'name was X, now Y'; empty where none does."""
-    if isinstance(earlier, dict) and isinstance(now, dict):
-        for key in {**earlier, **now}:
-            found = difference(earlier.get(key), now.get(key), f"{path}.{key}" if path else key)
-            if found:
-                return found
-        return ""
-    return "" if earlier == now else f"{path} was {earlier!r}, now {now!r}"
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:

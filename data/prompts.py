@@ -47,7 +47,7 @@ def read_jsonl(path: Path) -> list[Prompt]:
     line for anything malformed, and where the file is missing, unreadable or empty.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: text may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read prompts: {getattr(error, 'strerror', None) or error}") from None
     prompts = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]

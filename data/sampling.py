@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recipes.errors import ConfigError
+
 HEAD = 256  # candidates tried before a full sort: almost every nucleus is smaller
 
 
@@ -19,6 +21,11 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ConfigError(f"temperature = {self.temperature}, top_k = {self.top_k}, top_p = {self.top_p}: needs "
+                              "temperature >= 0, top_k >= 0 and 0 < top_p <= 1")
 
     @property
     def greedy(self) -> bool:

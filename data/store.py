@@ -54,8 +54,10 @@ def row_bytes(tokens: int, finals: int, taps_width: int, hidden: int, itemsize: 
     return tokens * (8 + 2) + (tokens * taps_width + finals * hidden) * itemsize
 
 
-def write_shard(folder: Path, name: str, rows: list[TraceRow], dtype: torch.dtype, bad: dict[str, str]) -> None:
-    """Writes rows as one shard: temporary name, fsync, rename, then its list. `bad` names rows left out and why."""
+def write_shard(folder: Path, name: str, rows: list[TraceRow], dtype: torch.dtype, bad: dict[str, str],
+                key: str | None = None) -> None:
+    """Writes rows as one shard: temporary name, fsync, rename, then its list. `bad` names rows left out
+    and why; `key` is the manifest's, which ties the shard to its trace set."""
     tensors = {
         "ids": torch.cat([r.ids for r in rows]).long() if rows else torch.zeros(0, dtype=torch.long),
         "turns": torch.cat([r.turns for r in rows]).to(torch.int16) if rows else torch.zeros(0, dtype=torch.int16),
@@ -74,22 +76,28 @@ def write_shard(folder: Path, name: str, rows: list[TraceRow], dtype: torch.dtyp
         temporary.unlink(missing_ok=True)
     sync_folder(folder)
     write_json(folder / f"{name}.json", {
-        "sha256": checksum, "bytes": size, "bad": bad,
+        "key": key, "sha256": checksum, "bytes": size, "bad": bad,
         "rows": [{"id": r.id, "split": r.split, "tokens": len(r.ids), "finals": len(r.final), "tail": r.tail}
                  for r in rows],
     })
 
 
-def shard_complete(folder: Path, name: str, ids: list[str]) -> bool:
-    """True where the shard exists, is whole, and holds exactly these rows (bad ones counted)."""
+def shard_complete(folder: Path, name: str, ids: list[str], key: str) -> bool:
+    """True where the shard exists, is whole, of this trace set, and holds exactly these rows (bad ones counted)."""
     try:
         listed = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         size = (folder / f"{name}.safetensors").stat().st_size
+        own = listed["key"] == key
         present = sorted([r["id"] for r in listed["rows"]] + list(listed["bad"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return size == listed["bytes"] and present == sorted(ids) and (
+    return own and size == listed["bytes"] and present == sorted(ids) and (
         sha256_file(folder / f"{name}.safetensors") == listed["sha256"])
+
+
+def bad_rows(folder: Path, name: str) -> int:
+    """Rows that a complete shard lists as left out."""
+    return len(json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["bad"])
 
 
 @dataclass
@@ -126,14 +134,20 @@ class TraceReader:
             listed = json.loads((shards / f"{name}.json").read_text(encoding="utf-8"))
             if sha256_file(path) != listed["sha256"]:
                 raise RunError(f"{path}: checksum differs from its list; delete this shard and run `make trace`")
-            self.files[name] = safe_open(path, framework="pt")
-        except (OSError, ValueError, KeyError, SafetensorError):
+            if listed.get("key") not in (None, self.manifest.get("key")):
+                raise RunError(f"{path}: belongs to another trace set; delete this shard and run `make trace`")
+            file = self.files[name] = safe_open(path, framework="pt")
+            token = final = 0
+            for row in listed["rows"]:
+                self.places.append(_Place(name, token, final, row))
+                token += row["tokens"]
+                final += row["finals"]
+            held = [file.get_slice(part).get_shape()[0] for part in ("ids", "turns", "taps", "final")]
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             raise RunError(f"{path}: missing or torn; run `make trace` again to write it") from None
-        token = final = 0
-        for row in listed["rows"]:
-            self.places.append(_Place(name, token, final, row))
-            token += row["tokens"]
-            final += row["finals"]
+        if held != [token, token, token, final]:
+            raise RunError(f"{path}: its list counts {token} tokens and {final} final states, the shard holds {held}; "
+                           "delete this shard and run `make trace`")
 
     def __len__(self) -> int:
         return len(self.places)

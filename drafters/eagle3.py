@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from drafters import vocab
 from drafters.base import Batch, Draft, LossOutput, loss_mask, pack, take
-from drafters.losses import soft_cross_entropy, step_weights
+from drafters.losses import feature_distance, soft_cross_entropy, step_weights
 from drafters.propose import RowMemory, UnrollMemory, unroll
 from recipes.errors import ConfigError
 from recipes.schema import opt
@@ -35,6 +35,7 @@ class Options:
     start: Literal["target_layer", "random"] = opt("target_layer", "copy the target's last layer, or start at random")
     outside_vocabulary: Literal["keep", "drop"] = opt("keep", "loss where the target's token is not in D")
     hidden_noise: float = opt(0.0, "standard deviation of noise on the fused states, relative to their own")
+    feature_loss: float = opt(0.0, "weight of the distance to the target's final state, a dense signal for few traces")
     train_head: bool = opt(True, "train the output head (it starts as the target's)")
     tap_norms: bool = opt(False, "a norm for each tap before fusing (EAGLE-3.1; vLLM only)")
     feedback: Literal["pre_norm", "post_norm"] = opt("pre_norm", "state fed to the next step (post_norm: vLLM only)")
@@ -220,7 +221,7 @@ class Eagle3(nn.Module):
         steps = unroll(self, state, following, positions, UnrollMemory(at), depth,
                        choose=lambda k, logits: batch.ids.gather(1, ahead(k + 2)), select=at)
         sums, losses, hits, counts = [], [], [], []
-        for k, (logits, weight) in enumerate(zip(steps, step_weights(depth, self.options.step_decay))):
+        for k, ((output, logits), weight) in enumerate(zip(steps, step_weights(depth, self.options.step_decay))):
             carries = loss_mask(batch.turns, k).gather(1, at) & valid
             label = batch.ids.gather(1, ahead(k + 2))[carries]
             picked = logits[carries]  # [N, D]
@@ -228,6 +229,9 @@ class Eagle3(nn.Module):
             if self.options.outside_vocabulary == "drop":
                 per_position = per_position * inside.gather(1, ahead(k + 2))[carries]
             sums.append(weight * per_position.sum())
+            if self.options.feature_loss:
+                distance = feature_distance(self.norm(output[carries]), take(batch.final, ahead(k + 1))[carries])
+                sums.append(weight * self.options.feature_loss * distance.sum())
             losses.append(per_position.detach().sum())
             hits.append((self.draft_ids[picked.detach().argmax(-1)] == label).sum())
             counts.append(carries.sum())
@@ -248,7 +252,7 @@ class Eagle3(nn.Module):
         positions = torch.arange(batch.ids.shape[1], device=at.device).expand_as(batch.ids)
         steps = unroll(self, self.fuse(batch.taps), F.pad(batch.ids[:, 1:], (0, 1)), positions, UnrollMemory(at), K,
                        choose=lambda k, logits: self.draft_ids[logits.argmax(-1)], select=at)
-        return torch.stack([self.draft_ids[logits.argmax(-1)] for logits in steps], dim=-1), at, valid
+        return torch.stack([self.draft_ids[logits.argmax(-1)] for _, logits in steps], dim=-1), at, valid
 
     # --- decoding ---
 
@@ -291,7 +295,8 @@ class Eagle3Session:
                 drafted.append(sample(q)[:, None])
             return drafted[-1]
 
-        for k, logits in enumerate(unroll(drafter, state, tokens, positions, self.memory, K, choose, last)):
+        steps = unroll(drafter, state, tokens, positions, self.memory, K, choose, last)
+        for k, (_, logits) in enumerate(steps):
             if k + 1 == K:
                 choose(k, logits)
         return Draft(torch.cat(drafted, dim=1), torch.stack(spread, dim=1) if spread else None)

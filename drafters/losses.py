@@ -16,3 +16,12 @@ def soft_cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
 def step_weights(depth: int, decay: float) -> list[float]:
     """Weight of each unrolled step: decay^k, 0.8 in the paper."""
     return [decay**k for k in range(depth)]
+
+
+def feature_distance(state: Tensor, teacher: Tensor) -> Tensor:
+    """Squared distance of [N, H] states relative to the teacher's squared length: [N], 0 where equal.
+
+    A dense signal where traces are few: EAGLE (Li et al. 2024, section 4.2) regresses the target's states too.
+    """
+    state, teacher = state.float(), teacher.float()
+    return (state - teacher).square().sum(-1) / teacher.square().sum(-1).clamp_min(1e-6)

@@ -26,8 +26,8 @@ class Memory(Protocol):
 
 
 def unroll(drafter: Any, state: Tensor, tokens: Tensor, positions: Tensor, memory: Memory, depth: int,
-           choose: Callable[[int, Tensor], Tensor], select: Tensor | None = None) -> Iterator[Tensor]:
-    """Yields logits [B, p, D] of `depth` successive draft steps.
+           choose: Callable[[int, Tensor], Tensor], select: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (output state [B, p, H], logits [B, p, D]) of `depth` successive draft steps.
 
     state [B, q, H] with the token that follows each position, `tokens` [B, q]. The first step writes keys for
     all q positions and computes outputs only for `select` [B, p] (None: all); later steps go on from those,
@@ -39,7 +39,7 @@ def unroll(drafter: Any, state: Tensor, tokens: Tensor, positions: Tensor, memor
         if select is not None:
             positions, select = positions.gather(1, select), None
         logits = drafter.logits(state)
-        yield logits
+        yield state, logits
         if k + 1 < depth:
             tokens = choose(k, logits)
             state, positions = drafter.feedback(state), positions + 1

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from drafters.cache import RowCache
 from drafters.embedded import materialise
@@ -50,7 +52,13 @@ def resolve_model(section: TargetSection) -> str:
 def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"target.device = {name}: not a device; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"target.device = {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
 
 
 def use_threads(threads: int) -> None:
@@ -64,6 +72,7 @@ class Target:
     def __init__(self, section: TargetSection, layers: list[int] | None = None) -> None:
         """Loads model and tokenizer. Raises ConfigError naming `target.model` for anything unusable."""
         use_threads(section.threads)
+        transformers_logging.disable_progress_bar()
         self.section = section
         self.path = resolve_model(section)
         self.device = pick_device(section.device)
@@ -72,10 +81,13 @@ class Target:
         try:
             self.config = AutoConfig.from_pretrained(self.path, **options).get_text_config()
             self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
-            model = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype, use_safetensors=True, **options)
-        except (OSError, ValueError, KeyError) as error:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                self.path, dtype=self.dtype, use_safetensors=True, output_loading_info=True, **options)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             first = str(error).strip().splitlines()[0]
             raise ConfigError(f"target.model = {section.model}: cannot be loaded: {first}") from None
+        if report["missing_keys"]:  # transformers would go on with random numbers in their place (case 13)
+            raise ConfigError(f"target.model = {section.model}: its files hold no {sorted(report['missing_keys'])[0]}")
         self.model = model.to(self.device).eval().requires_grad_(False)
         self.depth = self.config.num_hidden_layers
         self.hidden = self.config.hidden_size

@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +84,7 @@ def run(command: Command, argv: list[str] | None = None) -> None:
 
 def fail(name: str, message: str, code: int, debug: bool) -> None:
     if debug:
-        raise  # noqa: PLE0704 - called from inside an except block
+        traceback.print_exc()
     print(f"{name}: error: {message}", file=sys.stderr)
     sys.exit(code)
 

@@ -49,16 +49,15 @@ def check_keys(cls: type, values: Any, where: str, prefix: str) -> None:
 
 
 def nearest(key: str, prefix: str, known: dict[str, Any]) -> str:
-    """'; did you mean X?' over this level's keys and, where nothing is near, the whole recipe's."""
+    """'; did you mean X?': a sibling spelt alike, else that name in another section, else anything spelt alike."""
     here = [f"{prefix}{name}" for name in known]
-    for candidates in (here, [name for name, _, _ in flags(Recipe)]):
-        close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.6)
-        if close:
-            return f"; did you mean {close[0]}?"
-        by_tail = [c for c in candidates if c.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-        if by_tail:
-            return f"; did you mean {by_tail[0]}?"
-    return f"; valid keys here: {', '.join(here)}"
+    everywhere = [*here, *(name for name, _, _ in flags(Recipe))]
+    parent, dot, leaf = key.rpartition(".")
+    siblings = [c.rpartition(".")[2] for c in here if c.rpartition(".")[0] == parent]
+    found = [f"{parent}{dot}{name}" for name in difflib.get_close_matches(leaf, siblings, n=1)]
+    found += [name for name in everywhere if name.rpartition(".")[2] == leaf]
+    found += difflib.get_close_matches(key, everywhere, n=1)
+    return f"; did you mean {found[0]}?" if found else f"; valid keys here: {', '.join(here)}"
 
 
 def flags(cls: type, prefix: str = "") -> list[tuple[str, Any, str]]:
@@ -104,6 +103,8 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Re
         *parents, leaf = name.split(".")
         for part in parents:
             node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{path}: --{name}: {part} = {node!r} in the file is not a mapping")
         try:
             node[leaf] = yaml.safe_load(text)
         except yaml.YAMLError:

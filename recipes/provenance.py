@@ -46,3 +46,14 @@ def stamp(recipe: dict[str, Any]) -> dict[str, Any]:
                     "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "unset")},
         "recipe_sha256": sha256_json(recipe),
     }
+
+
+def difference(earlier: Any, now: Any, path: str = "") -> str:
+    """The first setting that differs, as 'name was X, now Y'; empty where none does."""
+    if isinstance(earlier, dict) and isinstance(now, dict):
+        for key in {**earlier, **now}:
+            found = difference(earlier.get(key), now.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return ""
+    return "" if earlier == now else f"{path} was {earlier!r}, now {now!r}"

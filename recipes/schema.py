@@ -7,6 +7,8 @@ A section is read by the stage that owns it and is never passed further down as 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
 
 def opt(default: Any, help: str) -> Any:
     """A dataclass field with a default and its line of help."""
@@ -20,7 +22,7 @@ class Target:
     model: str = opt("embedded:smollm2-135m", "Hub id, local folder, or embedded:NAME")
     dtype: Literal["float32", "bfloat16", "float16"] = opt("float32", "precision the target is traced and served in")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
-    threads: int = opt(0, "CPU threads for torch; 0 takes every core this process may use")
+    threads: NonNegativeInt = opt(0, "CPU threads for torch; 0 takes every core this process may use")
     cache_dir: str = opt("runs/cache", "where an embedded target is written once")
     trust_remote_code: bool = opt(False, "run model code that comes with the checkpoint")
     skinny_linear: bool = opt(True, "CPU: faster products for a few rows (same result up to rounding)")
@@ -30,41 +32,41 @@ class Target:
 class PromptSource:
     kind: Literal["synthesis", "jsonl"] = opt("synthesis", "synthesis: the target writes them; jsonl: a local file")
     path: str = opt("", "jsonl: the file, one object a line with `messages` or `prompt`")
-    count: int = opt(0, "prompts to take; 0 is all of a jsonl file")
-    temperature: float = opt(1.0, "synthesis: sampling temperature of the user turn")
+    count: NonNegativeInt = opt(0, "prompts to take; 0 is all of a jsonl file")
+    temperature: NonNegativeFloat = opt(1.0, "synthesis: sampling temperature of the user turn")
     top_p: float = opt(0.95, "synthesis: nucleus of the user turn")
-    top_k: int = opt(0, "synthesis: top-k of the user turn, 0 is off")
-    max_tokens: int = opt(96, "synthesis: longest user turn; an unfinished one is dropped")
+    top_k: NonNegativeInt = opt(0, "synthesis: top-k of the user turn, 0 is off")
+    max_tokens: PositiveInt = opt(96, "synthesis: longest user turn; an unfinished one is dropped")
     starts: list[str] = opt([], "synthesis: openings that the user turns take in rotation; empty is none")
 
 
 @dataclass
 class Prompts:
     sources: list[PromptSource] = opt([], "where training prompts come from; empty is one synthesis source of 256")
-    min_tokens: int = opt(4, "shortest user turn kept, in tokens")
-    max_tokens: int = opt(512, "longest rendered prompt kept, in tokens")
-    validation: int = opt(16, "prompts held out to validate acceptance during training")
+    min_tokens: NonNegativeInt = opt(4, "shortest user turn kept, in tokens")
+    max_tokens: PositiveInt = opt(512, "longest rendered prompt kept, in tokens")
+    validation: NonNegativeInt = opt(16, "prompts held out to validate acceptance during training")
     seed: int = opt(0, "seed of synthesis and of the split")
 
 
 @dataclass
 class Generation:
-    max_tokens: int = opt(128, "longest answer, in tokens")
-    temperature: float = opt(0.0, "0 is greedy")
-    top_k: int = opt(0, "0 is off")
+    max_tokens: PositiveInt = opt(128, "longest answer, in tokens")
+    temperature: NonNegativeFloat = opt(0.0, "0 is greedy")
+    top_k: NonNegativeInt = opt(0, "0 is off")
     top_p: float = opt(1.0, "1 is off")
-    batch_size: int = opt(32, "rows decoded together; a finished row is replaced")
-    unit_rows: int = opt(128, "rows of one atomic unit: what a kill can cost")
+    batch_size: PositiveInt = opt(32, "rows decoded together; a finished row is replaced")
+    unit_rows: PositiveInt = opt(128, "rows of one atomic unit: what a kill can cost")
     seed: int = opt(0, "seed of sampled answers, combined with each row's id")
 
 
 @dataclass
 class Trace:
-    max_length: int = opt(1024, "longest row (prompt and answer), in tokens; longer rows are dropped and counted")
+    max_length: PositiveInt = opt(1024, "longest row (prompt and answer), in tokens; longer ones are dropped, counted")
     layers: list[int] = opt([], "states that ENTER these layers; empty is [2, L//2, L-3]")
     dtype: Literal["float32", "bfloat16", "float16"] = opt("float32", "storage precision of hidden states")
-    shard_mb: int = opt(64, "size of one shard")
-    batch_tokens: int = opt(2048, "tokens of one capture forward, padding included")
+    shard_mb: PositiveInt = opt(64, "size of one shard")
+    batch_tokens: PositiveInt = opt(2048, "tokens of one capture forward, padding included")
     max_bad_share: float = opt(0.01, "share of rows with NaN or Inf states above which the run stops")
 
 
@@ -77,39 +79,39 @@ class Drafter:
 
 @dataclass
 class Train:
-    epochs: float = opt(3.0, "passes over the training rows; the schedule ends with them")
-    batch_rows: int = opt(2, "conversations a micro-batch and process")
-    accumulation: int = opt(1, "micro-batches an optimizer step")
-    lr: float = opt(1e-3, "peak learning rate")
-    warmup_steps: int = opt(50, "optimizer steps of linear warm-up")
+    epochs: PositiveFloat = opt(3.0, "passes over the training rows; the schedule ends with them")
+    batch_rows: PositiveInt = opt(2, "conversations a micro-batch and process")
+    accumulation: PositiveInt = opt(1, "micro-batches an optimizer step")
+    lr: PositiveFloat = opt(1e-3, "peak learning rate")
+    warmup_steps: NonNegativeInt = opt(50, "optimizer steps of linear warm-up")
     min_lr_share: float = opt(0.05, "share of the peak where the cosine ends")
     weight_decay: float = opt(0.0, "AdamW weight decay")
     beta1: float = opt(0.9, "AdamW beta1")
     beta2: float = opt(0.95, "AdamW beta2")
-    clip: float = opt(1.0, "global gradient norm is clipped to this")
+    clip: PositiveFloat = opt(1.0, "global gradient norm is clipped to this")
     dtype: Literal["float32", "bfloat16"] = opt("float32", "precision of the forward pass")
-    validate_every: int = opt(200, "optimizer steps between validations")
-    save_every: int = opt(200, "optimizer steps between checkpoints")
-    keep: int = opt(2, "checkpoints kept besides the best")
-    validation_draft_length: int = opt(4, "K of the replayed acceptance")
+    validate_every: PositiveInt = opt(200, "optimizer steps between validations")
+    save_every: PositiveInt = opt(200, "optimizer steps between checkpoints")
+    keep: PositiveInt = opt(2, "checkpoints kept besides the best")
+    validation_draft_length: PositiveInt = opt(4, "K of the replayed acceptance")
     seed: int = opt(0, "seed of initialisation, order and noise")
     tracker: str = opt("wandb", "wandb (offline without a key), another accelerate tracker, or none")
-    log_every: int = opt(10, "optimizer steps between log lines")
+    log_every: PositiveInt = opt(10, "optimizer steps between log lines")
 
 
 @dataclass
 class Eval:
     prompts: str = opt("builtin", "builtin, or a JSONL file of `messages` or `prompt`")
-    limit: int = opt(0, "first N prompts of every kind; 0 is all")
-    draft_length: int = opt(4, "K: tokens drafted a cycle")
-    max_tokens: int = opt(64, "longest answer, in tokens")
-    batch_size: int = opt(16, "rows decoded together where acceptance is counted")
-    lossless_prompts: int = opt(24, "prompts whose greedy text is compared with plain decoding")
-    speed_prompts: int = opt(12, "prompts timed with and without, interleaved, at batch 1")
-    speed_tokens: int = opt(48, "longest timed answer, in tokens")
+    limit: NonNegativeInt = opt(0, "first N prompts of every kind; 0 is all")
+    draft_length: PositiveInt = opt(4, "K: tokens drafted a cycle")
+    max_tokens: PositiveInt = opt(64, "longest answer, in tokens")
+    batch_size: PositiveInt = opt(16, "rows decoded together where acceptance is counted")
+    lossless_prompts: PositiveInt = opt(24, "prompts whose greedy text is compared with plain decoding")
+    speed_prompts: PositiveInt = opt(12, "prompts timed with and without, interleaved, at batch 1")
+    speed_tokens: PositiveInt = opt(48, "longest timed answer, in tokens")
     batch_sizes: list[int] = opt([4], "further batch sizes timed, prefill included")
-    sampling_contexts: int = opt(16, "contexts of the sampling test")
-    sampling_draws: int = opt(4000, "verified drafts a context of the sampling test")
+    sampling_contexts: PositiveInt = opt(16, "contexts of the sampling test")
+    sampling_draws: PositiveInt = opt(4000, "verified drafts a context of the sampling test")
     seed: int = opt(0, "seed of every random choice of the evaluation")
     gap_tolerance: float = opt(1e-4, "top-2 logit gap below which a first difference counts as a near-tie")
 
@@ -119,8 +121,8 @@ class Export:
     formats: list[str] = opt(["native"], "layouts to write (drafters/export)")
     dtype: Literal["float32", "bfloat16", "float16"] = opt("float32", "precision of the exported tensors")
     check: bool = opt(True, "reload with the independent reader and compare acceptance before shipping")
-    check_prompts: int = opt(4, "held-out prompts of that check")
-    check_tokens: int = opt(32, "longest answer of that check, in tokens")
+    check_prompts: PositiveInt = opt(4, "held-out prompts of that check")
+    check_tokens: PositiveInt = opt(32, "longest answer of that check, in tokens")
     tolerance: float = opt(0.02, "largest difference of an acceptance per position")
 
 

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from drafters import checkpoint
 from recipes.errors import ConfigError, RunError
 from recipes.files import sync_folder, write_json
+from recipes.provenance import difference
 
 NAME = re.compile(r"step-(\d{6,})")
 BEST = "best.json"
@@ -70,10 +71,15 @@ def save(accelerator: Accelerator, folder: Path, progress: Progress, drafter: An
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         sync_folder(folder)
-        if progress.best_step >= 0:
-            write_json(folder / BEST, {"step": progress.best_step, "mean_length": progress.best_length})
+        point_best(folder, progress)
         prune(folder, keep, progress.best_step)
     accelerator.wait_for_everyone()
+
+
+def point_best(folder: Path, progress: Progress) -> None:
+    """best.json for this state of the run; repeated on a resume, since a kill can fall between the two writes."""
+    if progress.best_step >= 0:
+        write_json(folder / BEST, {"step": progress.best_step, "mean_length": progress.best_length})
 
 
 def prune(folder: Path, keep: int, best_step: int) -> None:
@@ -94,10 +100,10 @@ def latest(folder: Path, settings: dict[str, Any], ranks: int) -> tuple[Path, Pr
         progress = Progress(**stored["progress"])
     except (OSError, ValueError, KeyError, TypeError):
         raise RunError(f"{path}: damaged checkpoint; delete it to resume from the one before") from None
-    for key, value in settings.items():
-        if stored["settings"].get(key) != value:
-            raise ConfigError(f"{path}: trained with {key} = {stored['settings'].get(key)!r}, now {value!r}; "
-                              "use another `name`, or delete the checkpoints to start over")
+    changed = difference(stored["settings"], settings)
+    if changed:
+        raise ConfigError(f"{path}: trained with other settings: {changed}; "
+                          "use another `name`, or delete the checkpoints to start over")
     if stored["ranks"] != ranks:
         raise ConfigError(f"{path}: written by {stored['ranks']} processes, this run has {ranks}")
     return path, progress

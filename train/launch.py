@@ -2,8 +2,10 @@
 
 import os
 
+import deepspeed
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
 from recipes.errors import ConfigError, RunError
@@ -16,24 +18,34 @@ def start(section: Train, tracker: str | None) -> Accelerator:
     Raises RunError where it does not see as many processes as the launcher started: on a machine without a
     GPU, accelerate under DeepSpeed silently makes every process rank 0 of 1.
     """
+    available = ["none", *map(str, get_available_trackers())]
+    if tracker and tracker not in available:
+        raise ConfigError(f"train.tracker = {tracker}: not installed or not known; here: {', '.join(available)}")
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise RunError("accelerate launch was asked for several processes but started one (distributed_type MULTI_CPU "
+                       "needs mpirun); use the settings of recipes/accelerate/ddp-cpu.yaml")
     wanted = int(os.environ.get("WORLD_SIZE", "1"))
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    zero = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     cpu = not torch.cuda.is_available()
-    if cpu and deepspeed:
+    if cpu and zero:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        # Its shared-memory reduction would be compiled at the first start, for minutes; gloo serves as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
     accelerator = Accelerator(
-        cpu=cpu and not deepspeed,
+        cpu=cpu and not zero,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=section.accumulation, sync_with_dataloader=False),
         dataloader_config=DataLoaderConfiguration(),
-        mixed_precision="bf16" if section.dtype == "bfloat16" else "no",
+        mixed_precision="bf16" if section.dtype == "bfloat16" and not zero else "no",
         log_with=tracker,
     )
     if accelerator.num_processes != wanted:
         raise RunError(f"accelerate sees {accelerator.num_processes} processes, the launcher started {wanted}")
-    if deepspeed:
+    if zero:
+        if accelerator.distributed_type != DistributedType.DEEPSPEED:
+            raise RunError(f"the launcher asked for DeepSpeed, accelerate runs {accelerator.distributed_type.value}")
         configure(accelerator, section)
     return accelerator
 
@@ -55,6 +67,8 @@ def configure(accelerator: Accelerator, section: Train) -> None:
             raise ConfigError(f"the DeepSpeed config sets {key} = {given}, the recipe {value}; use auto")
         config[key] = value
     config["train_batch_size"] = section.batch_rows * section.accumulation * accelerator.num_processes
+    # Weights stay float32, as without DeepSpeed; its own bf16 mode casts parameters but not our tables.
+    config["torch_autocast"] = {"enabled": section.dtype == "bfloat16", "dtype": "bfloat16"}
     config["zero_allow_untested_optimizer"] = True
     # Our loss is already divided by the global batch's supervised positions.
     config["zero_force_ds_cpu_optimizer"] = False

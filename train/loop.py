@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from data.batching import Plan, collate
 from data.store import TraceReader
@@ -40,15 +41,19 @@ class Trainer:
         optimizer = torch.optim.AdamW(trained, lr=section.lr, betas=(section.beta1, section.beta2),
                                       weight_decay=section.weight_decay)
         self.model, self.optimizer = accelerator.prepare(drafter, optimizer)
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.broadcast_buffers = False  # the target's tables: the same everywhere, not to be sent each step
         self.trained = trained
         self.progress = checkpoints.Progress()
-        self.stop = False
+        self.signalled = self.stop = False  # here; agreed by all ranks, so that all save together
 
     def resume(self) -> None:
         """Continues from the latest complete checkpoint, if there is one."""
         found = checkpoints.latest(self.folder, self.settings, self.accelerator.num_processes)
         if found:
             path, self.progress = found
+            if self.accelerator.is_main_process:
+                checkpoints.point_best(self.folder, self.progress)
             if self.progress.step < self.total:
                 self.accelerator.load_state(str(path / "state"))
 
@@ -61,6 +66,8 @@ class Trainer:
             while self.progress.step < self.total:
                 note = self.step()
                 bar.update(task, completed=self.progress.step, note=note)
+                if not bar.console.is_terminal and self.progress.step % (10 * self.section.log_every) == 0:
+                    bar.console.print(f"step {self.progress.step}/{self.total} {note}", soft_wrap=True)
                 due = self.progress.step % self.section.validate_every == 0 or self.progress.step == self.total
                 if due:
                     self.validate()
@@ -74,7 +81,7 @@ class Trainer:
         """One optimizer step; returns a line of figures. A step without a supervised position changes nothing."""
         section, step, began = self.section, self.progress.step, time.perf_counter()
         micro = [self.load(rows) for rows in self.plan.micro_batches(step, self.accelerator.process_index)]
-        local = torch.tensor([float(sum(self.drafter.count(b) for b in micro)), float(self.stop),
+        local = torch.tensor([float(sum(self.drafter.count(b) for b in micro)), float(self.signalled),
                               float(sum((b.turns.shape[0] * b.turns.shape[1]) for b in micro))], dtype=torch.float64)
         supervised, stop, tokens = self.accelerator.reduce(local.to(self.accelerator.device), "sum").tolist()
         self.stop = stop > 0
@@ -136,7 +143,8 @@ class Trainer:
         """Replayed acceptance over the validation rows, split over ranks; each row once, uneven ends allowed."""
         rows = self.reader.split("validation")[self.accelerator.process_index :: self.accelerator.num_processes]
         K = self.section.validation_draft_length
-        counts = replay(self.drafter, self.reader, rows, K, self.accelerator.device, self.dtype)
+        with torch.autocast(self.accelerator.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            counts = replay(self.drafter, self.reader, rows, K, self.accelerator.device, self.dtype)
         local = torch.tensor([counts.drafts, *counts.accepted], device=self.accelerator.device)
         drafts, *accepted = self.accelerator.reduce(local, "sum").tolist()
         counts = Acceptance(K, drafts, accepted)
@@ -154,12 +162,13 @@ class Trainer:
                          self.section.keep)
 
     def on_sigterm(self, number: int, frame: Any) -> None:
-        self.stop = True
+        self.signalled = True
 
     def display(self) -> Progress:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
                    TextColumn("{task.fields[note]}"), TimeRemainingColumn())
-        return Progress(*columns, console=Console(stderr=True), disable=not self.accelerator.is_main_process)
+        return Progress(*columns, console=Console(stderr=True, quiet=not self.accelerator.is_main_process),
+                        disable=not self.accelerator.is_main_process)
 
 
 def trained_parameters(drafter: Any) -> dict[str, Tensor]:

@@ -37,9 +37,9 @@ def track(accelerator: Accelerator, recipe: Recipe, folder: Path) -> None:
     """Starts the tracker; wandb stays offline without a key and continues its run on a resume."""
     if recipe.train.tracker == "none":
         return
-    keyed = bool(os.environ.get("WANDB_API_KEY"))
+    keyed = "online" if os.environ.get("WANDB_API_KEY") else "offline"
     settings = {"wandb": {"name": recipe.name, "id": recipe.name, "resume": "allow", "dir": str(folder),
-                          "mode": "online" if keyed else "offline"}}
+                          "mode": os.environ.get("WANDB_MODE", keyed)}}
     accelerator.init_trackers("drafthouse", config=flat(asdict(recipe)), init_kwargs=settings)
 
 
@@ -68,7 +68,9 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     del target
     plan = plan_for(reader, recipe.train.batch_rows, accelerator.num_processes, recipe.train.accumulation,
                     recipe.train.seed)
-    settings = {"train": asdict(recipe.train), "drafter": asdict(options), "traces": reader.manifest["key"]}
+    harmless = ("tracker", "log_every", "save_every", "keep")  # a resume may change what the weights do not depend on
+    trained = {key: value for key, value in asdict(recipe.train).items() if key not in harmless}
+    settings = {"train": trained, "drafter": asdict(options), "traces": reader.manifest["key"]}
     track(accelerator, recipe, folder)
     trainer = Trainer(accelerator, drafter, reader, plan, recipe.train, folder / "checkpoints", origin, settings)
     trainer.resume()

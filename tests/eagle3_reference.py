@@ -1,0 +1,117 @@
+"""EAGLE-3's training-time test the slow way: every chain on its own, one vector at a time, plain attention.
+
+Shares no code with drafters/: norms, rotary embedding, attention and loss are written out from eagle3's paper.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.chat import loss_positions
+from drafters.base import Batch
+from drafters.eagle3 import Eagle3
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean() + eps).sqrt() * weight
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+@dataclass
+class SlowEagle3:
+    """Reads a drafter's parameters by their names and does everything else itself."""
+
+    drafter: Eagle3
+
+    def weight(self, name: str) -> Tensor:
+        return self.drafter.get_parameter(name + ".weight")
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return rms(x, self.weight(name), self.drafter.shape.rms_norm_eps)
+
+    def rotated(self, heads: Tensor, position: int) -> Tensor:
+        """[heads, hd] turned pairwise (i, i + hd/2) by position * theta^(-2i/hd)."""
+        half = heads.shape[-1] // 2
+        theta = self.drafter.shape.rope_parameters["rope_theta"]
+        angle = position * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        a, b = heads[:, :half], heads[:, half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+    def fused(self, tap: Tensor) -> Tensor:
+        parts = tap.chunk(len(self.drafter.layers))
+        if self.drafter.options.tap_norms:
+            parts = [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
+        return self.weight("fc") @ torch.cat(tuple(parts))
+
+    def inputs(self, state: Tensor, token: int) -> Tensor:
+        return torch.cat([self.norm(self.drafter.embedding[token], "midlayer.input_layernorm"),
+                          self.norm(state, "midlayer.hidden_norm")])
+
+    def key_value(self, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        n = self.drafter.shape.num_key_value_heads
+        key = (self.weight("midlayer.self_attn.k_proj") @ x).reshape(n, -1)
+        return self.rotated(key, position), (self.weight("midlayer.self_attn.v_proj") @ x).reshape(n, -1)
+
+    def output(self, state: Tensor, x: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The decoder layer for one query that sees exactly `seen`."""
+        s = self.drafter.shape
+        query = (self.weight("midlayer.self_attn.q_proj") @ x).reshape(s.num_attention_heads, -1)
+        query = self.rotated(query, position)
+        mixed = []
+        for head in range(s.num_attention_heads):
+            group = head // (s.num_attention_heads // s.num_key_value_heads)
+            keys = torch.stack([key[group] for key, _ in seen])
+            values = torch.stack([value[group] for _, value in seen])
+            scores = (keys @ query[head] / s.head_dim**0.5).exp()
+            mixed.append(scores / scores.sum() @ values)
+        residual = self.norm(state, "midlayer.hidden_norm") if self.drafter.options.norm_before_residual else state
+        h = residual + self.weight("midlayer.self_attn.o_proj") @ torch.cat(mixed)
+        inner = self.norm(h, "midlayer.post_attention_layernorm")
+        gate = silu(self.weight("midlayer.mlp.gate_proj") @ inner)
+        return h + self.weight("midlayer.mlp.down_proj") @ (gate * (self.weight("midlayer.mlp.up_proj") @ inner))
+
+    def chain(self, ids: list[int], taps: Tensor, start: int, following: list[int]) -> list[Tensor]:
+        """Outputs (before the norm) of the chain from `start`; following[k]: the token that step k is given."""
+        seen = [self.key_value(self.inputs(self.fused(taps[i]), ids[i + 1]), i) for i in range(start)]
+        state, outputs = self.fused(taps[start]), []
+        for k, token in enumerate(following):
+            x = self.inputs(state, token)
+            seen.append(self.key_value(x, start + k))
+            outputs.append(self.output(state, x, start + k, seen))
+            post = self.drafter.options.feedback == "post_norm"
+            state = self.norm(outputs[-1], "norm") if post else outputs[-1]
+        return outputs
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self.weight("lm_head") @ self.norm(output, "norm")
+
+
+def slow_loss(drafter: Eagle3, batch: Batch, head: Tensor) -> tuple[Tensor, list[float], list[int], list[int]]:
+    """(weighted sum, then per depth: loss sum, hits, positions); head [V, Ht] is the target's own."""
+    slow, depth, options = SlowEagle3(drafter), drafter.options.depth, drafter.options
+    draft_ids = [v for v in range(drafter.shape.vocab_size) if drafter.t2d[v]]
+    total, losses, hits, counts = torch.zeros((), dtype=torch.float64), [0.0] * depth, [0] * depth, [0] * depth
+    for b in range(len(batch.ids)):
+        ids, turns = batch.ids[b].tolist(), batch.turns[b].tolist()
+        for t in loss_positions(turns, 0):
+            deep = [k for k in range(depth) if t in loss_positions(turns, k)]
+            for k, output in zip(deep, slow.chain(ids, batch.taps[b], t, [ids[t + 1 + k] for k in deep])):
+                log_q = slow.logits(output).log_softmax(-1)
+                teacher = (head[draft_ids] @ batch.final[b, t + 1 + k]).softmax(-1)
+                label = ids[t + 2 + k]
+                loss = -(teacher * log_q).sum()
+                if options.outside_vocabulary == "drop" and label not in draft_ids:
+                    loss = loss * 0
+                total = total + options.step_decay**k * loss
+                if options.feature_loss:
+                    goal = batch.final[b, t + 1 + k]
+                    gap = (slow.norm(output, "norm") - goal).square().sum() / goal.square().sum()
+                    total = total + options.step_decay**k * options.feature_loss * gap
+                losses[k] += loss.item()
+                hits[k] += draft_ids[int(log_q.argmax())] == label
+                counts[k] += 1
+    return total, losses, hits, counts

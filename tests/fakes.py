@@ -1,0 +1,122 @@
+"""Targets and drafters that follow a rule written by hand, for tests of the loop around them.
+
+V vocabulary, B rows, q tokens a row, W columns of the cache.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafters.base import Draft
+from drafters.eagle3 import Eagle3, Options, Shape
+from drafters.target import States
+
+
+class TokenCache:
+    """Remembers which token was written where; -1 is never written."""
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.tokens = torch.full((rows, capacity), -1)
+
+    def keep(self, rows: Tensor) -> None:
+        self.tokens = self.tokens[rows]
+
+
+class RuleTarget:
+    """rule(seen [B, W], positions [B, q]) -> logits [B, q, V]; `seen` is what the cache holds, not what was meant."""
+
+    device, dtype, layers = torch.device("cpu"), torch.float64, [0]
+
+    def __init__(self, rule: Callable[[Tensor, Tensor], Tensor], end_ids: list[int] | None = None) -> None:
+        self.rule, self.end_ids = rule, end_ids or []
+
+    def new_cache(self, rows: int, capacity: int) -> TokenCache:
+        return TokenCache(rows, capacity)
+
+    def head(self, final: Tensor) -> Tensor:
+        return final
+
+    def forward(self, ids: Tensor, positions: Tensor, cache: TokenCache, rows: Tensor | None = None,
+                logits: bool = True) -> States:
+        cache.tokens[torch.arange(len(ids))[:, None], positions] = ids
+        out = self.rule(cache.tokens, positions)
+        return States(out, torch.zeros(*ids.shape, 1), out)
+
+
+class RuleDrafter:
+    """rule(row, position of the last token, step) -> distribution over V. Rows keep their first number."""
+
+    def __init__(self, rule: Callable[[int, int, int], Tensor]) -> None:
+        self.rule = rule
+        self.starts: list[list[int]] = []  # for each proposal, the last observed position of each row
+
+    def session(self, rows: int, capacity: int) -> "RuleDrafter":
+        self.rows = list(range(rows))
+        return self
+
+    def observe(self, taps: Tensor, tokens: Tensor, positions: Tensor, last: Tensor) -> None:
+        self.last = positions.gather(1, last[:, None])[:, 0]
+
+    def propose(self, K: int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
+        self.starts.append(self.last.tolist())
+        q = torch.stack([torch.stack([self.rule(r, t + 1, k) for k in range(K)])
+                         for r, t in zip(self.rows, self.last.tolist())])  # [B, K, V]
+        if sample is None:
+            return Draft(q.argmax(-1))
+        return Draft(torch.stack([sample(q[:, k]) for k in range(K)], dim=1), q)
+
+    def keep(self, rows: Tensor) -> None:
+        self.rows, self.last = [self.rows[r] for r in rows.tolist()], self.last[rows]
+
+
+def oracle(prompts: list[list[int]], answers: list[list[int]], vocab: int,
+           wrong: Callable[[int, int], bool] = lambda row, place: False) -> RuleDrafter:
+    """Drafts each row's true answer, another token where wrong(row, index in the answer) and beyond its end."""
+    def rule(row: int, last: int, step: int) -> Tensor:
+        place = last + 1 + step - len(prompts[row])
+        known = answers[row]
+        token = known[place] if place < len(known) else 0
+        return torch.eye(vocab)[(token + 1) % vocab if place >= len(known) or wrong(row, place) else token]
+
+    return RuleDrafter(rule)
+
+
+def counting_llama(vocab: int, layers: int = 8) -> LlamaForCausalLM:
+    """A real target with next = current + 1 mod V: one-hot states that no block changes."""
+    config = LlamaConfig(vocab_size=vocab, hidden_size=vocab, intermediate_size=vocab, num_hidden_layers=layers,
+                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, eos_token_id=2,
+                         bos_token_id=None, pad_token_id=None)
+    model = LlamaForCausalLM(config).eval()
+    for block in model.model.layers:
+        block.self_attn.o_proj.weight.data.zero_()
+        block.mlp.down_proj.weight.data.zero_()
+    model.model.embed_tokens.weight.data.copy_(torch.eye(vocab))
+    model.lm_head.weight.data.copy_(torch.eye(vocab).roll(1, 0))  # row j + 1 reads component j
+    return model
+
+
+@torch.no_grad()
+def counting_drafter(target, draft_ids: list[int], ahead: int = 2) -> Eagle3:
+    """An EAGLE-3 drafter of a counting target that names x[t] + `ahead` at position t; 2 is right.
+
+    Its MLP moves the one-hot state x to x + 1 and its head reads x + 1 as the token x + ahead.
+    """
+    n, ids = target.vocab_size, torch.tensor(draft_ids)
+    options = Options(draft_vocab_size=len(ids), depth=3, deepen_at=0.0)
+    drafter = Eagle3(options, Shape.from_target(target.config, options), target.layers, ids,
+                     target.embedding.clone(), target.head.weight.clone()).to(target.dtype)
+    eye = torch.eye(n, dtype=target.dtype)
+    scale = n**0.5  # of a one-hot state after a norm
+    for weight in drafter.parameters():
+        weight.copy_(torch.ones_like(weight) if weight.dim() == 1 else torch.zeros_like(weight))
+    drafter.fc.weight[:, -n:] = eye
+    drafter.midlayer.mlp.gate_proj.weight.copy_(eye)
+    drafter.midlayer.mlp.up_proj.weight.copy_(eye)
+    drafter.midlayer.mlp.down_proj.weight.copy_((eye.roll(1, 0) - eye)
+                                                / (torch.nn.functional.silu(torch.tensor(scale)) * scale))
+    drafter.lm_head.weight.copy_(eye.roll(ahead - 1, 0)[ids])
+    return drafter.eval()
+
+

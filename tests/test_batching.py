@@ -1,0 +1,71 @@
+"""Which rows a step trains on, and how they are padded."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.batching import Plan, collate
+from data.store import TraceRow
+from drafters.base import loss_mask
+
+plans = st.builds(Plan, rows=st.just(()), lengths=st.just(()), batch_rows=st.integers(1, 3), ranks=st.integers(1, 4),
+                  accumulation=st.integers(1, 3), seed=st.integers(0, 5))
+
+
+def filled(plan: Plan, count: int) -> Plan:
+    """The same split over `count` rows whose indices are not 0..count-1."""
+    return Plan(tuple(range(100, 100 + count)), tuple((i * 7) % 11 + 2 for i in range(count)), plan.batch_rows,
+                plan.ranks, plan.accumulation, plan.seed)
+
+
+def rows_of(plan: Plan, step: int) -> list[int]:
+    return sorted(i for rank in range(plan.ranks) for micro in plan.micro_batches(step, rank) for i in micro)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans, count=st.integers(1, 20))
+def test_every_row_once_an_epoch(plan, count):
+    """On any ranks, batch and accumulation every row is trained on exactly once in each epoch (case 66)."""
+    plan = filled(plan, count)
+    for epoch in range(2):
+        first = epoch * plan.steps_per_epoch
+        seen = [i for step in range(first, first + plan.steps_per_epoch) for i in rows_of(plan, step)]
+        assert sorted(seen) == list(plan.rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans, count=st.integers(1, 20), step=st.integers(0, 30))
+def test_split_is_pure_and_fair(plan, count, step):
+    """A step's rows depend on seed and step only, no micro-batch is above its size, and none is short by two."""
+    plan = filled(plan, count)
+    for rank in range(plan.ranks):
+        micro = plan.micro_batches(step, rank)
+        assert micro == filled(plan, count).micro_batches(step, rank)
+        assert len(micro) == plan.accumulation and all(len(m) <= plan.batch_rows for m in micro)
+    sizes = [len(m) for rank in range(plan.ranks) for m in plan.micro_batches(step, rank)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_global_batch_does_not_depend_on_the_split():
+    """4 rows a step as 4x1, 1x4 accumulated, 2 ranks x 2: the same rows at every step (cases 38, 39)."""
+    whole, accumulated, ranks = (Plan(tuple(range(13)), tuple(range(2, 15)), b, r, a, 3)
+                                 for b, r, a in ((4, 1, 1), (1, 1, 4), (2, 2, 1)))
+    for step in range(8):
+        assert rows_of(whole, step) == rows_of(accumulated, step) == rows_of(ranks, step)
+    assert [rows_of(whole, s) for s in range(4)] != [rows_of(whole, s) for s in range(4, 8)]  # shuffled anew
+
+
+def row(ids: list[int], turns: list[int], fill: float) -> TraceRow:
+    finals = sum(t > 0 for t in turns[1:])
+    return TraceRow("r", "train", torch.tensor(ids), torch.tensor(turns), torch.full((len(ids), 6), fill),
+                    torch.full((finals, 2), fill), [])
+
+
+def test_collate_by_hand():
+    """Padding at the end with turn 0 and zero states; finals stand where the next token is supervised."""
+    batch = collate([row([5, 6, 7], [0, 1, 1], 1.0), row([8, 9, 10, 11, 12], [0, 0, 1, 1, 1], 2.0)])
+    assert batch.ids.tolist() == [[5, 6, 7, 0, 0], [8, 9, 10, 11, 12]]
+    assert batch.turns.tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]]
+    assert batch.taps[:, :, 0].tolist() == [[1, 1, 1, 0, 0], [2, 2, 2, 2, 2]]
+    assert batch.final[:, :, 1].tolist() == [[1, 1, 0, 0, 0], [0, 2, 2, 2, 0]]
+    assert loss_mask(batch.turns, 0).tolist() == [[True, False, False, False, False], [False, True, True, False, False]]

@@ -1,0 +1,221 @@
+"""Exit codes and messages: one line for what a user can cause, no traceback without --debug, nothing half-made."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny import LAYERS, conversations, write_prompts, write_recipe, write_target, write_traces
+from tiny_drafter import make_meta, make_state, write_checkpoint
+
+from data import collect
+from eval import run as eval_run
+from recipes import cli
+from train import run as train_run
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGE = """
+import os, signal, sys
+from recipes.cli import Command, run
+from recipes.errors import ConfigError, RunError
+def main(recipe, switches):
+    {body}
+run(Command("make x", "About.", main))
+"""
+
+
+def process(body: str, *argv: str) -> subprocess.CompletedProcess:
+    """A stage with this body as a process of its own, with a valid recipe."""
+    argv = ["--config", str(ROOT / cli.DEFAULT_RECIPE), *argv]
+    return subprocess.run([sys.executable, "-c", STAGE.format(body=body), *argv], cwd=ROOT, text=True,
+                          capture_output=True)
+
+
+@pytest.mark.parametrize("body, code, message", [
+    ("pass", 0, ""), ("raise ConfigError('bad field')", 2, "make x: error: bad field"),
+    ("raise RunError('gate broken')", 1, "make x: error: gate broken"),
+    ("open('/nowhere/x')", 1, "make x: error: /nowhere/x: No such file or directory"),
+    ("os.kill(os.getpid(), signal.SIGINT)", 130, "make x: error: interrupted; run the same command again to go on"),
+    ("sys.exit(143)", 143, "")])
+def test_exit_codes(body, code, message):
+    """0 done, 2 usage, 1 failed, 130 interrupted, 143 as the trainer leaves; with --debug the same code."""
+    done = process(body)
+    assert (done.returncode, done.stderr.strip()) == (code, message)
+    if message:
+        debug = process(body, "--debug")
+        assert debug.returncode == code and "Traceback (most recent call last)" in debug.stderr
+        assert debug.stderr.strip().endswith(message)
+
+
+def test_a_fault_of_ours_is_not_hidden():
+    """Only errors that a user can cause become one line; a bug shows its traceback."""
+    done = process("1 / 0")
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["train.lr", "1"], "train.lr: not an option"), (["--train.lr"], "--train.lr: a value is missing"),
+    (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot read this recipe"),
+    (["--train.epoch=3"], "did you mean train.epochs?"), (["--train.lr", "x"], "train.lr = 'x'")])
+def test_bad_usage(capsys, argv, message):
+    """A wrong command line exits 2 with one line."""
+    code, err = stage(cli.Command("make x", "About.", lambda recipe, switches: None), capsys, *argv)
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+def stage(command: cli.Command, capsys, *argv: str) -> tuple[int, str]:
+    """Runs a real stage in this process: (exit code, the last line of stderr)."""
+    capsys.readouterr()
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        cli.run(command, list(argv))
+    signal.signal(signal.SIGTERM, handler)
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    return left.value.code, err.splitlines(keepends=True)[-1] if err else ""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with a target, one that cannot chat, a shallow one, another one, and traces under runs/tiny."""
+    folder = tmp_path_factory.mktemp("world")
+    write_target(folder / "model")
+    write_target(folder / "mute", template=None)
+    write_target(folder / "shallow", layers=4)
+    write_target(folder / "other", seed=1)
+    write_traces(folder / "runs" / "tiny", folder / "model", conversations(4, 2))
+    write_prompts(folder / "prompts.jsonl", ["tell me a story", "what is the time", "who are you then"])
+    (folder / "empty.jsonl").write_text("\n")
+    return folder
+
+
+def recipe_in(world: Path, tmp_path: Path, prompts: str = "prompts.jsonl", **sections) -> Path:
+    source = {"kind": "jsonl", "path": str(world / prompts)}
+    values = {"prompts": {"sources": [source], "validation": 1}, "generation": {"max_tokens": 8}, **sections}
+    path = write_recipe(tmp_path / "r.yaml", world / "model", **values)
+    return path
+
+
+def files(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("prompts, target, trace, message", [
+    ("prompts.jsonl", {"model": "/nowhere/model"}, {}, "target.model = /nowhere/model: cannot be loaded"),
+    ("prompts.jsonl", {"model": "mute"}, {}, "its tokenizer has no chat template"),
+    ("prompts.jsonl", {"model": "shallow"}, {"layers": []}, "is not three distinct ascending layers"),
+    ("prompts.jsonl", {}, {"layers": [1, 1, 2]}, "trace.layers = [1, 1, 2]: must be distinct"),
+    ("prompts.jsonl", {"device": "gpu0"}, {}, "target.device = gpu0: not a device"),
+    ("empty.jsonl", {}, {}, "empty.jsonl: holds no prompts"),
+    ("missing.jsonl", {}, {}, "missing.jsonl: cannot read prompts"),
+])
+def test_trace_refuses(world, tmp_path, capsys, prompts, target, trace, message):
+    """Bad input of `make trace`: exit 2, one message naming it, no trace written (case 63)."""
+    if "/" not in target.get("model", "/"):
+        target = {"model": str(world / target["model"])}
+    path = recipe_in(world, tmp_path, prompts, target=target, trace=trace)
+    code, err = stage(collect.COMMAND, capsys, "--config", str(path))
+    assert code == 2 and message in err
+    assert files(tmp_path / "runs") <= {"tiny/recipe.yaml", "tiny/traces/settings.json"}
+
+
+def train_recipe(world: Path, tmp_path: Path, **sections) -> Path:
+    """A recipe whose run folder is the world's, with the traces in it."""
+    path = recipe_in(world, tmp_path, **sections)
+    values = yaml.safe_load(path.read_text()) | {"runs_dir": str(world / "runs")}
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.parametrize("sections, code, message", [
+    ({"drafter": {"options": {"draft_vocab_size": 65}}}, 2, "draft_vocab_size = 65: must be within 1..64"),
+    ({"drafter": {"options": {"draft_vocab_size": 1}}}, 2, "smaller than the"),
+    ({"drafter": {"options": {"detph": 2}}}, 2, "unknown key detph; did you mean depth?"),
+    ({"drafter": {"kind": "eagle4"}}, 2, "drafter.kind = 'eagle4': unknown; known kinds: eagle3"),
+    ({"target": {"model": "other"}}, 2, "whose weights differs from this target's"),
+    ({"trace": {"layers": [1, 2, 4]}}, 2, "traced layers [1, 2, 3], the recipe wants [1, 2, 4]"),
+    ({"train": {"tracker": "nothing"}}, 2, "train.tracker = nothing: not installed or not known"),
+    ({"name": "untraced"}, 1, "manifest.json: missing or unreadable; run `make trace` first"),
+])
+def test_train_refuses(world, tmp_path, capsys, sections, code, message):
+    """Bad input of `make train`: one message, no checkpoint (cases 36, 57)."""
+    name = sections.pop("name", "tiny")
+    if sections.get("target"):
+        sections = {"target": {"model": str(world / sections["target"]["model"])}}
+    path = train_recipe(world, tmp_path, **sections)
+    found, err = stage(train_run.COMMAND, capsys, "--config", str(path), "--name", name)
+    assert found == code and message in err and not (world / "runs" / name / "checkpoints").exists()
+
+
+def test_eval_refuses_another_targets_checkpoint(world, tmp_path, capsys):
+    """A drafter made for another target is refused before anything is decoded (case 36)."""
+    meta = make_meta() | {"layers": LAYERS}
+    folder = write_checkpoint(tmp_path / "drafter", meta, make_state(meta))
+    path = train_recipe(world, tmp_path, drafter={"path": str(folder)}, eval={"prompts": str(world / "prompts.jsonl")})
+    code, err = stage(eval_run.COMMAND, capsys, "--config", str(path))
+    assert code == 2 and "made for org/target, whose weights differs" in err
+    assert not (world / "runs" / "tiny" / "eval").exists()
+
+
+def test_eval_without_a_trained_drafter(world, tmp_path, capsys):
+    """Nothing trained yet: exit 2 and what to run."""
+    path = train_recipe(world, tmp_path, eval={"prompts": str(world / "prompts.jsonl")})
+    code, err = stage(eval_run.COMMAND, capsys, "--config", str(path))
+    assert code == 2 and "run `make train` first" in err
+
+
+@pytest.mark.parametrize("command", [collect.COMMAND, train_run.COMMAND, eval_run.COMMAND], ids=lambda c: c.name)
+def test_run_folder_that_cannot_be_written(world, tmp_path, capsys, command):
+    """A run folder below a plain file: exit 2, the folder is named."""
+    (tmp_path / "file").write_text("x")
+    path = recipe_in(world, tmp_path)
+    code, err = stage(command, capsys, "--config", str(path), "--runs_dir", str(tmp_path / "file"))
+    assert code == 2 and f"{tmp_path / 'file' / 'tiny'}: cannot write the run's folder: Not a directory" in err
+
+
+def test_full_disk_while_tracing(world, tmp_path, capsys, monkeypatch):
+    """No space left at any rename: exit 1, one message, no temporary file; then the same command finishes."""
+    path = recipe_in(world, tmp_path)
+    replace, left = os.replace, [4]
+
+    def full(a, b):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(a, b)
+
+    monkeypatch.setattr(os, "replace", full)
+    code, err = stage(collect.COMMAND, capsys, "--config", str(path))
+    assert code == 1 and err == "make trace: error: No space left on device\n"
+    assert not [f for f in files(tmp_path) if f.endswith(".tmp")]
+    monkeypatch.setattr(os, "replace", replace)
+    assert stage(collect.COMMAND, capsys, "--config", str(path))[0] == 0
+
+
+def test_trace_then_train(world, tmp_path, capsys):
+    """The two stages in a row on a fresh folder exit 0; a second training run does nothing more."""
+    path = recipe_in(world, tmp_path)
+    assert stage(collect.COMMAND, capsys, "--config", str(path))[0] == 0
+    assert stage(train_run.COMMAND, capsys, "--config", str(path))[0] == 0
+    before = files(tmp_path)
+    assert stage(train_run.COMMAND, capsys, "--config", str(path))[0] == 0
+    assert files(tmp_path) == before and "runs/tiny/checkpoints/best.json" in before
+
+
+def test_make_demo_prints_its_stages():
+    """`make -n demo` names trace, train, export and eval with the demo's recipe, in this order."""
+    done = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    stages = ["data.collect", "train.script", "eval.ship", "eval.run"]
+    places = [done.stdout.index(f"-m {name} --config recipes/smollm2-135m/eagle3-demo.yaml") for name in stages]
+    assert places == sorted(places)
+
+
+def test_stage_that_is_not_built_yet():
+    """`make roi` says so and exits 2."""
+    done = subprocess.run(["make", "roi"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "make roi: this stage is not built yet" in done.stderr

@@ -1,0 +1,49 @@
+"""Atomic writes: a reader sees the old file or the new one."""
+
+import errno
+import json
+import os
+
+import pytest
+
+from recipes.files import sha256_file, sha256_json, write_bytes, write_json, write_text
+
+
+def no_space(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("step", ["replace", "fsync"])
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, step):
+    """A disk that fills up while writing leaves the old content and no temporary file."""
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+    monkeypatch.setattr(os, step, no_space)
+    with pytest.raises(OSError, match="No space"):
+        write_text(path, "new and longer")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_content_is_complete_before_the_name_appears(tmp_path, monkeypatch):
+    """Data first, fsynced, then the rename, then the folder's fsync."""
+    seen, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (seen.append(("fsync", os.fstat(handle).st_size)), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append(("replace", os.path.exists(b))), replace(a, b)))
+    write_bytes(tmp_path / "a", b"12345")
+    assert seen[:2] == [("fsync", 5), ("replace", False)] and len(seen) == 3 and seen[2][0] == "fsync"
+
+
+def test_temporary_name_is_hidden_and_in_the_same_folder(tmp_path, monkeypatch):
+    """A rename is atomic within one folder only; a glob for results never meets a half-written file."""
+    names, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (names.append(a), replace(a, b)))
+    write_json(tmp_path / "a.json", {"é": 1})
+    assert names[0].parent == tmp_path and names[0].name.startswith(".a.json.")
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"é": 1}
+
+
+def test_digests(tmp_path):
+    """Known SHA-256 of 'abc'; the digest of a mapping does not depend on its order."""
+    write_bytes(tmp_path / "a", b"abc")
+    assert sha256_file(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert sha256_json({"a": 1, "b": 2}) == sha256_json({"b": 2, "a": 1}) != sha256_json({"a": 2, "b": 1})

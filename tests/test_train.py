@@ -1,0 +1,280 @@
+"""The training loop on a random target of six layers: resume, accumulation, what a checkpoint holds."""
+
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from tiny import LAYERS, conversations, load_target, write_recipe, write_target, write_traces
+
+from data.batching import collate, plan_for
+from data.capture import Conversation
+from data.store import TraceReader
+from drafters.registry import entry, options_of
+from eval.metrics import Acceptance
+from recipes.errors import ConfigError, RunError
+from recipes.loader import load_recipe
+from train import checkpoints, loop
+from train.launch import start
+from train.loop import Trainer, trained_parameters
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A target, the traces of 12 + 3 rows, and a recipe."""
+    folder = tmp_path_factory.mktemp("train")
+    model = write_target(folder / "model")
+    rows = conversations(12, 3)
+    rows[4] = Conversation("one-token", "train", [5, 6, 7, 2], [0, 0, 0, 1], [], "stop")  # carries no loss
+    traces = write_traces(folder / "runs" / "tiny", model, rows)
+    return SimpleNamespace(recipe=write_recipe(folder / "r.yaml", model), reader=TraceReader(traces),
+                           target=load_target(model, "float32", LAYERS))
+
+
+@pytest.fixture
+def build(base, tmp_path):
+    """Makes a Trainer as train/run.py does; settings override the recipe's."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def make(rows: list[int] | None = None, folder: str = "checkpoints", **overrides) -> Trainer:
+        flags = {name.replace("__", "."): str(value) for name, value in overrides.items()}
+        recipe = load_recipe(base.recipe, flags)
+        options = options_of("eagle3", recipe.drafter.options)
+        AcceleratorState._reset_state(True)
+        accelerator = start(recipe.train, None)
+        drafter = entry("eagle3").build(options, base.target, {i: 1 for i in range(3, 40)}, recipe.train.seed)
+        section = recipe.train
+        plan = plan_for(base.reader, section.batch_rows, 1, section.accumulation, section.seed)
+        if rows is not None:
+            plan = type(plan)(tuple(rows), tuple(map(base.reader.tokens, rows)), section.batch_rows, 1,
+                              section.accumulation, section.seed)
+        origin = {"model": "tiny", "fingerprint": base.target.fingerprint()}
+        settings = {"train": {"lr": section.lr, "epochs": section.epochs}, "traces": "tiny"}
+        return Trainer(accelerator, drafter, base.reader, plan, section, tmp_path / folder, origin, settings)
+
+    yield make
+    signal.signal(signal.SIGTERM, handler)
+    AcceleratorState._reset_state(True)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.drafter.named_parameters()}
+
+
+def moments(trainer: Trainer) -> list[torch.Tensor]:
+    return [value.clone() for state in trainer.optimizer.state.values() for value in state.values()]
+
+
+def same(a, b) -> bool:
+    a, b = (list(x.values()) if isinstance(x, dict) else x for x in (a, b))
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def test_loss_falls(build):
+    """Twelve rows of one song are learned: the loss falls by a quarter, towards the teacher's entropy."""
+    trainer = build(train__epochs=12, train__validate_every=6, train__log_every=1)
+    trainer.run()
+    losses = [row["train_loss"] for row in trainer.progress.curve]
+    assert trainer.progress.step == 72 and losses[-1] < 0.75 * losses[0]
+
+
+def test_bfloat16_trains_and_validates(build):
+    """The reduced precision goes through training, replay and checkpoint; the weights stay float32."""
+    trainer = build(train__epochs=0.5, train__dtype="bfloat16")
+    trainer.run()
+    assert trainer.progress.curve[-1]["drafts"] > 0
+    assert {p.dtype for p in trainer.drafter.parameters()} == {torch.float32}
+
+
+NOISY = {"drafter__options__hidden_noise": 0.1, "train__epochs": 10 / 6, "train__accumulation": 1}
+
+
+def test_resume_is_bit_equal(build):
+    """10 steps in one go equal 5, a new process and 5: rates, moments, weights and curve (case 19)."""
+    whole = build(folder="whole", train__save_every=5, **NOISY)
+    whole.run()
+    first = build(train__save_every=5, **NOISY)
+    first.model.train()
+    for _ in range(5):
+        first.step()
+    first.save()
+    second = build(train__save_every=5, **NOISY)
+    assert not same(weights(second), weights(first))
+    second.resume()
+    assert second.progress.step == 5 and same(weights(second), weights(first)) and same(moments(second), moments(first))
+    second.run()
+    assert second.total == 10 and same(weights(second), weights(whole)) and same(moments(second), moments(whole))
+    assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+    assert second.progress.curve[-1]["mean_length"] == whole.progress.curve[-1]["mean_length"]
+
+
+def test_sigterm_saves_and_resumes(build, monkeypatch):
+    """SIGTERM during a step: that step and the agreed next one are finished and saved, exit 143; a resume ends
+    with the weights of an undisturbed run (case 19)."""
+    whole = build(folder="whole", **NOISY)
+    whole.run()
+    trainer = build(**NOISY)
+    load = trainer.load
+
+    def signalling(rows):
+        if trainer.progress.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return load(rows)
+
+    monkeypatch.setattr(trainer, "load", signalling)
+    with pytest.raises(SystemExit) as stopped:
+        trainer.run()
+    assert stopped.value.code == 143 and checkpoints.steps_in(trainer.folder) == [4]
+    again = build(**NOISY)
+    again.resume()
+    again.run()
+    assert same(weights(again), weights(whole))
+
+
+def test_signal_on_one_rank_waits_for_the_others(build, monkeypatch):
+    """A signal that comes after the ranks' exchange must not stop this rank alone: the others would hang (case 42)."""
+    trainer = build(**NOISY)
+    figures = trainer.figures
+
+    def late(*args):
+        if trainer.progress.step == 3:
+            trainer.on_sigterm(signal.SIGTERM, None)
+        return figures(*args)
+
+    monkeypatch.setattr(trainer, "figures", late)
+    with pytest.raises(SystemExit):
+        trainer.run()
+    assert checkpoints.steps_in(trainer.folder) == [4]
+
+
+def gradient(trainer: Trainer, monkeypatch) -> dict[str, torch.Tensor]:
+    """The gradient that the first step hands to the optimizer."""
+    found = {}
+
+    def record(parameters, clip):
+        found.update({n: p.grad.clone() for n, p in trained_parameters(trainer.drafter).items()})
+
+    monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", record)
+    trainer.model.train()
+    trainer.step()
+    return found
+
+
+@pytest.mark.parametrize("rows, accumulation", [(4, 1), (2, 2), (1, 4)])
+def test_accumulation_is_the_mean_over_positions(build, base, monkeypatch, rows, accumulation):
+    """Four unequal rows, whole or in pieces: the gradient of their loss sum over their supervised positions,
+    computed here without the loop (case 38)."""
+    trainer = build(rows=[0, 1, 2, 3], train__batch_rows=rows, train__accumulation=accumulation)
+    assert len({base.reader.supervised(i) for i in range(4)}) > 2
+    batch = collate([base.reader[i] for i in range(4)])
+    out = trainer.drafter(batch, 0.0, 0)
+    (out.loss_sum / trainer.drafter.count(batch)).backward()
+    wanted = {n: p.grad.clone() for n, p in trained_parameters(trainer.drafter).items()}
+    trainer.drafter.zero_grad()
+    got = gradient(trainer, monkeypatch)
+    assert set(got) == set(wanted)
+    for name in wanted:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def test_batch_without_loss_changes_nothing(build, base):
+    """A step whose only row has no supervised position leaves weights, decay and moments alone and is counted;
+    every other step changes the weights (case 41)."""
+    trainer = build(rows=[3, 4, 5], train__batch_rows=1, train__epochs=2, train__weight_decay=0.1)
+    trainer.model.train()
+    assert trainer.drafter.count(collate([base.reader[4]])) == 0
+    for step in range(6):
+        before = weights(trainer), moments(trainer)
+        trainer.step()
+        empty = trainer.plan.micro_batches(step, 0) == [[4]]
+        assert same(weights(trainer), before[0]) == empty
+        assert same(moments(trainer), before[1]) == (empty or not before[1] and not moments(trainer))
+    assert trainer.progress.skipped == 2 and trainer.progress.step == 6
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_optimizer_and_checkpoint_hold_the_drafter_only(build, head):
+    """Exactly the trainable drafter parameters are optimised; embedding and teacher head are in no file, and a
+    checkpoint is at most 5 times the trained weights (drafter, state, two moments; case 62)."""
+    trainer = build(train__epochs=0.2, drafter__options__train_head=head, drafter__options__draft_vocab_size=32)
+    trainer.run()
+    held = [id(p) for group in trainer.optimizer.param_groups for p in group["params"]]
+    wanted = trained_parameters(trainer.drafter)
+    assert sorted(held) == sorted(map(id, wanted.values())) and ("lm_head.weight" in wanted) == head
+    folder = checkpoints.best(trainer.folder)
+    names = set(load_file(folder / "drafter.safetensors")) | set(load_file(folder / "state" / "model.safetensors"))
+    assert names == {n for n, _ in trainer.drafter.named_parameters()} | {"d2t", "t2d"}
+    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    assert size <= 5 * sum(p.numel() * 4 for p in trainer.drafter.parameters())
+
+
+def test_best_is_by_acceptance_not_loss(build, monkeypatch):
+    """Acceptance peaks at step 4 while the loss goes on falling: that checkpoint is named best and kept beside the
+    last two (case 52)."""
+    accepted = iter([2, 8, 5, 4, 3, 3])
+    monkeypatch.setattr(loop, "replay", lambda *args: Acceptance(3, 10, [next(accepted), 0, 0]))
+    trainer = build(train__epochs=2, train__validate_every=2, train__log_every=1)
+    trainer.run()
+    assert [row["mean_length"] for row in trainer.progress.curve] == pytest.approx([1.2, 1.8, 1.5, 1.4, 1.3, 1.3])
+    assert trainer.progress.curve[-1]["train_loss"] < trainer.progress.curve[1]["train_loss"]
+    assert checkpoints.steps_in(trainer.folder) == [4, 10, 12]
+    assert checkpoints.best(trainer.folder) == trainer.folder / "step-000004"
+
+
+def test_training_mode_after_validation(build, monkeypatch):
+    """Validation runs in eval mode and the next step trains again (case 51)."""
+    trainer = build(train__epochs=0.5, train__validate_every=1)
+    modes, chains, step = [], trainer.drafter.chains, trainer.step
+    monkeypatch.setattr(trainer.drafter, "chains", lambda *a: (modes.append(trainer.drafter.training), chains(*a))[1])
+    monkeypatch.setattr(trainer, "step", lambda: (modes.append(trainer.model.training), step())[1])
+    trainer.run()
+    assert modes == [True, *[False] * 3] * 3
+
+
+def test_saves_on_the_stated_optimizer_steps(build):
+    """The interval counts optimizer steps, whatever the accumulation; the last `keep` stay (cases 51, 39)."""
+    trainer = build(train__batch_rows=1, train__accumulation=2, train__save_every=2, train__keep=10, train__epochs=1)
+    trainer.run()
+    assert checkpoints.steps_in(trainer.folder) == [2, 4, 6]
+    checkpoints.prune(trainer.folder, 1, 2)
+    assert checkpoints.steps_in(trainer.folder) == [2, 6]
+
+
+@pytest.fixture
+def saved(build):
+    """A finished run of one step."""
+    trainer = build(train__epochs=0.2)
+    trainer.run()
+    return trainer
+
+
+def test_resume_with_other_settings_names_the_setting(build, saved):
+    """A checkpoint made with another rate is refused, and the message names rate, old and new value."""
+    with pytest.raises(ConfigError, match=r"trained with other settings: train.lr was 0.01, now 0.02"):
+        build(train__epochs=0.2, train__lr=0.02).resume()
+    with pytest.raises(ConfigError, match="written by 1 processes, this run has 2"):
+        checkpoints.latest(saved.folder, saved.settings, 2)
+
+
+def test_kill_between_rename_and_best(build, saved):
+    """A kill after the checkpoint's rename loses no best: the next start writes best.json again."""
+    (saved.folder / "best.json").unlink()
+    with pytest.raises(ConfigError, match="run `make train` first"):
+        checkpoints.best(saved.folder)
+    build(train__epochs=0.2).resume()
+    assert checkpoints.best(saved.folder).name == "step-000001"
+
+
+def test_half_written_checkpoints_are_not_seen(saved):
+    """A folder under its temporary name is no checkpoint, and a damaged one is named, not skipped."""
+    (saved.folder / ".step-000009.tmp").mkdir()
+    assert checkpoints.steps_in(saved.folder) == [1]
+    path = saved.folder / "step-000001" / "trainer.json"
+    assert json.loads(path.read_text())["progress"]["step"] == 1
+    path.write_text(path.read_text()[:40])
+    with pytest.raises(RunError, match="step-000001: damaged checkpoint"):
+        checkpoints.latest(saved.folder, saved.settings, 1)

@@ -1,0 +1,182 @@
+"""Training through `accelerate launch` on two real gloo processes equals one process; wandb stays offline."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import conversations, write_recipe, write_target, write_traces
+
+ROOT = Path(__file__).resolve().parent.parent
+DDP, ZERO = ("--config_file", "recipes/accelerate/ddp-cpu.yaml"), ("--config_file", "recipes/accelerate/zero2.yaml")
+PLAIN = ("--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+DIE = """
+import os, signal, sys
+from recipes.cli import run
+from train import checkpoints
+from train.run import COMMAND
+save = checkpoints.save
+def save_and_die(accelerator, folder, progress, *rest):
+    save(accelerator, folder, progress, *rest)
+    if progress.step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpoints.save = save_and_die
+run(COMMAND)
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A target, the traces of 12 training rows and 5 validation rows (3 on one rank, 2 on the other), a recipe."""
+    folder = tmp_path_factory.mktemp("distributed")
+    write_traces(folder / "runs" / "tiny", write_target(folder / "model"), conversations(12, 5))
+    write_recipe(folder / "r.yaml", folder / "model", train={"validate_every": 2, "save_every": 2, "keep": 9})
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """This process's environment as a user would have it: no launcher's, tracker's or DeepSpeed's variables."""
+    drop = ("ACCELERATE_", "WANDB_", "DS_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(drop)} | {
+        "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def launch(base: Path, name: str, options: tuple[str, ...], *flags: str, script: str = "train/eagle3.py"):
+    """Trains the run `name` on a copy of the traces; returns the finished launcher."""
+    folder = base / "runs" / name
+    if not folder.exists():
+        shutil.copytree(base / "runs" / "tiny" / "traces", folder / "traces")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *options, script,
+               "--config", str(base / "r.yaml"), "--name", name, *flags]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+
+
+def result(base: Path, name: str, step: int = 3) -> tuple[dict[str, torch.Tensor], list[dict], dict]:
+    """Weights, validation curve and trainer.json of a run."""
+    folder = base / "runs" / name / "checkpoints"
+    path = folder / f"step-{step:06d}"
+    return (load_file(path / "drafter.safetensors"), json.loads((folder / "curve.json").read_text()),
+            json.loads((path / "trainer.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def alone(base):
+    """One process, four rows a step, launched as the Makefile does."""
+    done = launch(base, "alone", PLAIN, "--train.batch_rows", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("trained: 3 steps")
+    return result(base, "alone")
+
+
+def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(wanted)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=2e-4)
+
+
+def counts(curve: list[dict]) -> list[tuple]:
+    return [(row["step"], row["drafts"], row["per_position"]) for row in curve]
+
+
+def test_one_process_as_the_makefile_launches_it(alone):
+    """`make train` on one process finishes with three steps, two validations over all five rows."""
+    tensors, curve, trainer = alone
+    assert trainer["ranks"] == 1 and [row["step"] for row in curve] == [2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options, rows, accumulation", [(DDP, 2, 1), (DDP, 1, 2), (ZERO, 2, 1), (ZERO, 1, 2)],
+                         ids=["ddp", "ddp-accumulated", "zero2", "zero2-accumulated"])
+def test_two_processes_equal_one(base, alone, options, rows, accumulation):
+    """2 ranks x 2 rows, or x 1 row accumulated twice, end with the weights of 1 rank x 4 rows; 3 and 2 validation
+    rows on the ranks give the single process's counts and do not hang (cases 38, 42, 66)."""
+    name = f"two-{options[1].split('/')[-1]}-{accumulation}"
+    done = launch(base, name, options, "--train.batch_rows", str(rows), "--train.accumulation", str(accumulation))
+    assert done.returncode == 0, done.stderr
+    tensors, curve, trainer = result(base, name)
+    assert trainer["ranks"] == 2
+    assert (base / "runs" / name / "checkpoints" / "step-000003" / "state" / "random_states_1.pkl").exists()
+    assert_close(tensors, alone[0])
+    assert counts(curve) == counts(alone[1])
+    assert "built successfully" not in done.stdout  # DeepSpeed compiled nothing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [DDP, ZERO], ids=["ddp", "zero2"])
+def test_kill_and_resume_on_two_processes(base, tmp_path, options):
+    """kill -9 of all ranks behind a checkpoint, then the same command: the weights of an uninterrupted run (19)."""
+    name = f"killed-{options[1].split('/')[-1]}"
+    script = tmp_path / "die.py"
+    script.write_text(DIE)
+    whole = launch(base, f"whole-{name}", options)
+    killed = launch(base, name, options, script=str(script))
+    assert whole.returncode == 0 and killed.returncode != 0, killed.stderr
+    assert not (base / "runs" / name / "checkpoints" / "step-000003").exists()
+    again = launch(base, name, options)
+    assert again.returncode == 0, again.stderr
+    found, wanted = result(base, name), result(base, f"whole-{name}")
+    assert all(torch.equal(found[0][key], wanted[0][key]) for key in wanted[0])
+    assert counts(found[1]) == counts(wanted[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [PLAIN, ZERO], ids=["one", "zero2"])
+def test_bfloat16(base, options):
+    """Reduced precision trains, validates and saves, with and without DeepSpeed."""
+    name = f"half-{options[1].split('/')[-1]}"
+    done = launch(base, name, options, "--train.dtype", "bfloat16")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_one_process_where_two_were_asked_for_fails(base, tmp_path):
+    """accelerate's MULTI_CPU starts one process only, silently; here that is an error with exit code 1."""
+    config = tmp_path / "multi-cpu.yaml"
+    config.write_text((ROOT / DDP[1]).read_text().replace("distributed_type: MULTI_GPU", "distributed_type: MULTI_CPU"))
+    done = launch(base, "silent", ("--config_file", str(config)))
+    assert done.returncode != 0 and "asked for several processes but started one" in done.stderr
+    assert not (base / "runs" / "silent" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line, message", [
+    ("  gradient_accumulation_steps: 3\n", "gradient_accumulation_steps = 3, the recipe 1; use auto"),
+    ("  zero_stage: 3\n", "ZeRO-3 is not supported")])
+def test_deepspeed_config_that_contradicts_the_recipe(base, tmp_path, line, message):
+    """A value in the launch config that differs from the recipe stops the run and is named."""
+    config, key = tmp_path / "zero.yaml", line.split(":")[0]
+    lines = (ROOT / ZERO[1]).read_text().splitlines(keepends=True)
+    config.write_text("".join(line if old.startswith(key + ":") else old for old in lines))
+    done = launch(base, "contradicts", ("--config_file", str(config)))
+    assert done.returncode != 0 and message in done.stderr
+
+
+def test_wandb_without_a_key_stays_offline(base):
+    """The default tracker writes under the run's folder and needs neither key nor network (WANDB_MODE unset)."""
+    launched = environment()
+    assert not [k for k in launched if k.startswith("WANDB")]
+    blocked = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", "HOME": str(base)}
+    shutil.copytree(base / "runs" / "tiny" / "traces", base / "runs" / "tracked" / "traces")
+    command = [sys.executable, "train/eagle3.py", "--config", str(base / "r.yaml"), "--name", "tracked"]
+    done = subprocess.run([*command, "--train.tracker", "wandb"], cwd=ROOT, env=launched | blocked,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    runs = list((base / "runs" / "tracked" / "wandb").glob("offline-run-*"))
+    assert len(runs) == 1 and list(runs[0].glob("*.wandb"))
+
+
+@pytest.mark.slow
+def test_sigterm_to_a_process(base, tmp_path):
+    """SIGTERM to the training process in mid-run: exit code 143, and the step behind the signal is saved."""
+    script = tmp_path / "stop.py"
+    script.write_text(DIE.replace("SIGKILL", "SIGTERM"))
+    shutil.copytree(base / "runs" / "tiny" / "traces", base / "runs" / "stopped" / "traces")
+    done = subprocess.run([sys.executable, str(script), "--config", str(base / "r.yaml"), "--name", "stopped"],
+                          cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 143 and "stopped by SIGTERM, saved; run the same command to go on" in done.stderr
+    assert (base / "runs" / "stopped" / "checkpoints" / "step-000003").is_dir()
