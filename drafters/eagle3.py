@@ -65,11 +65,13 @@ class Shape:
     def from_target(cls, config: Any, options: Options) -> "Shape":
         """The shape that fits a target's config."""
         heads = config.num_attention_heads
+        # The drafter rotates whole heads: a target's partial factor would be served but not trained.
+        rope = {k: v for k, v in config.rope_parameters.items() if k != "partial_rotary_factor"}
         return cls(
             config.hidden_size, config.hidden_size, options.intermediate_size or config.intermediate_size, heads,
             config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // heads,
             config.rms_norm_eps, "silu", config.vocab_size, options.draft_vocab_size,
-            config.max_position_embeddings, dict(config.rope_parameters), config.num_hidden_layers,
+            config.max_position_embeddings, rope, config.num_hidden_layers,
         )
 
 
@@ -148,6 +150,13 @@ class Eagle3(nn.Module):
             self.register_buffer(name, value, persistent=False)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("teacher_head", teacher_head[ids], persistent=False)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Eagle3":
+        """Moves and casts as usual, except that rotary frequencies stay float32, as engines keep them."""
+        frequencies = self.rotary.inv_freq
+        super()._apply(fn, recurse)
+        self.rotary.inv_freq = frequencies.to(self.rotary.inv_freq.device)
+        return self
 
     # --- the recursion's parts, called by drafters.propose.unroll ---
 
