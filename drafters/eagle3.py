@@ -16,9 +16,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from drafters import vocab
-from drafters.base import Batch, Draft, LossOutput, loss_mask, pack, take
+from drafters.base import Batch, LossOutput, loss_mask, pack, take
+from drafters.layers import GatedMLP, RMSNorm, Shape
 from drafters.losses import feature_distance, soft_cross_entropy, step_weights
-from drafters.propose import RowMemory, UnrollMemory, unroll
+from drafters.propose import ChainSession, UnrollMemory, unroll
 from recipes.errors import ConfigError
 from recipes.schema import opt
 
@@ -43,50 +44,6 @@ class Options:
     intermediate_size: int = opt(0, "MLP width; 0 is the target's")
 
 
-@dataclass
-class Shape:
-    """Sizes of a drafter, all explicit, as drafter.json stores them."""
-
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    hidden_act: str
-    vocab_size: int
-    draft_vocab_size: int
-    max_position_embeddings: int
-    rope_parameters: dict[str, Any]
-    target_layers: int
-
-    @classmethod
-    def from_target(cls, config: Any, options: Options) -> "Shape":
-        """The shape that fits a target's config."""
-        heads = config.num_attention_heads
-        # The drafter rotates whole heads: a target's partial factor would be served but not trained.
-        rope = {k: v for k, v in config.rope_parameters.items() if k != "partial_rotary_factor"}
-        return cls(
-            config.hidden_size, config.hidden_size, options.intermediate_size or config.intermediate_size, heads,
-            config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // heads,
-            config.rms_norm_eps, "silu", config.vocab_size, options.draft_vocab_size,
-            config.max_position_embeddings, rope, config.num_hidden_layers,
-        )
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm computed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype) * self.weight
-
-
 class Attention(nn.Module):
     """Projections of the draft layer's attention; its input is twice as wide as its output."""
 
@@ -96,17 +53,6 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(2 * s.hidden_size, s.num_key_value_heads * s.head_dim, bias=False)
         self.v_proj = nn.Linear(2 * s.hidden_size, s.num_key_value_heads * s.head_dim, bias=False)
         self.o_proj = nn.Linear(s.num_attention_heads * s.head_dim, s.hidden_size, bias=False)
-
-
-class GatedMLP(nn.Module):
-    def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(s.intermediate_size, s.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MidLayer(nn.Module):
@@ -265,8 +211,8 @@ class Eagle3(nn.Module):
 
     # --- decoding ---
 
-    def session(self, rows: int, capacity: int) -> "Eagle3Session":
-        return Eagle3Session(self, rows, capacity)
+    def session(self, rows: int, capacity: int) -> ChainSession:
+        return ChainSession(self, rows, capacity)
 
     # --- saving ---
 
@@ -278,50 +224,14 @@ class Eagle3(nn.Module):
         return {**self.state_dict(), "d2t": self.d2t, "t2d": self.t2d}
 
 
-class Eagle3Session:
-    """EAGLE-3 inside the decoding loop: the first step takes the newly verified states, the chain follows."""
-
-    def __init__(self, drafter: Eagle3, rows: int, capacity: int) -> None:
-        self.drafter = drafter
-        self.memory = RowMemory(rows, capacity)
-
-    def observe(self, taps: Tensor, tokens: Tensor, positions: Tensor, last: Tensor) -> None:
-        self.pending = self.drafter.fuse(taps), tokens, positions, last[:, None]
-
-    def propose(self, K: int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
-        drafter = self.drafter
-        state, tokens, positions, last = self.pending
-        drafted: list[Tensor] = []
-        spread: list[Tensor] = []
-
-        def choose(k: int, logits: Tensor) -> Tensor:  # [B, 1, D] -> target ids [B, 1]
-            if sample is None:
-                drafted.append(drafter.draft_ids[logits.argmax(-1)])
-            else:
-                q = torch.zeros(len(logits), drafter.shape.vocab_size, dtype=torch.float32, device=logits.device)
-                q[:, drafter.draft_ids] = logits[:, 0].float().softmax(-1)
-                spread.append(q)
-                drafted.append(sample(q)[:, None])
-            return drafted[-1]
-
-        steps = unroll(drafter, state, tokens, positions, self.memory, K, choose, last)
-        for k, (_, logits) in enumerate(steps):
-            if k + 1 == K:
-                choose(k, logits)
-        return Draft(torch.cat(drafted, dim=1), torch.stack(spread, dim=1) if spread else None)
-
-    def keep(self, rows: Tensor) -> None:
-        self.memory.keep(rows)
-        self.pending = tuple(part[rows] for part in self.pending)
-
-
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> Eagle3:
     """A fresh drafter for a loaded target (drafters.target.Target with taps): vocabulary, sizes, first weights."""
     special = set(target.tokenizer.all_special_ids) | set(target.end_ids)
     always = [t for t in special if 0 <= t < target.vocab_size]
     ids = vocab.build(counts, options.draft_vocab_size, target.vocab_size, always)
     torch.manual_seed(seed)
-    drafter = Eagle3(options, Shape.from_target(target.config, options), target.layers, ids,
+    drafter = Eagle3(options, Shape.from_target(target.config, options.draft_vocab_size,
+                                                        options.intermediate_size), target.layers, ids,
                      target.embedding.detach().clone(), target.head.weight.detach().clone())
     with torch.no_grad():
         initialise(drafter)

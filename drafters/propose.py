@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafters.base import Draft
 from drafters.cache import RowStore
 
 
@@ -109,3 +110,38 @@ class RowMemory:
         self.store.keep(rows)
 
 
+class ChainSession:
+    """A recursive drafter in the decoding loop: the first step takes the newly verified states, the chain follows."""
+
+    def __init__(self, drafter: Any, rows: int, capacity: int) -> None:
+        self.drafter = drafter
+        self.memory = RowMemory(rows, capacity)
+
+    def observe(self, taps: Tensor, tokens: Tensor, positions: Tensor, last: Tensor) -> None:
+        self.pending = self.drafter.fuse(taps), tokens, positions, last[:, None]
+
+    def propose(self, K: int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
+        drafter = self.drafter
+        state, tokens, positions, last = self.pending
+        drafted: list[Tensor] = []
+        spread: list[Tensor] = []
+
+        def choose(k: int, logits: Tensor) -> Tensor:  # [B, 1, D] -> target ids [B, 1]
+            if sample is None:
+                drafted.append(drafter.draft_ids[logits.argmax(-1)])
+            else:
+                q = torch.zeros(len(logits), drafter.shape.vocab_size, dtype=torch.float32, device=logits.device)
+                q[:, drafter.draft_ids] = logits[:, 0].float().softmax(-1)
+                spread.append(q)
+                drafted.append(sample(q)[:, None])
+            return drafted[-1]
+
+        steps = unroll(drafter, state, tokens, positions, self.memory, K, choose, last)
+        for k, (_, logits) in enumerate(steps):
+            if k + 1 == K:
+                choose(k, logits)
+        return Draft(torch.cat(drafted, dim=1), torch.stack(spread, dim=1) if spread else None)
+
+    def keep(self, rows: Tensor) -> None:
+        self.memory.keep(rows)
+        self.pending = tuple(part[rows] for part in self.pending)

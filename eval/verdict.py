@@ -30,6 +30,8 @@ def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, 
     sizes = sorted(row["batch"] for row in speed["by_batch"] if not slow or row["batch"] < slow[0])
     if slow:
         reasons.append(f"slower than plain decoding at batch {slow[0]}")
+    if not sizes:
+        return verdict("do not deploy", None, reasons)
     limit = f"batch {sizes[0]}" if len(sizes) == 1 else f"batch {sizes[0]} to {sizes[-1]}"
     if slow or len(speed["by_batch"]) == 1:
         reasons.append("larger batches lose or were not measured")

@@ -105,7 +105,7 @@ def counting_drafter(target, draft_ids: list[int], ahead: int = 2) -> Eagle3:
     """
     n, ids = target.vocab_size, torch.tensor(draft_ids)
     options = Options(draft_vocab_size=len(ids), depth=3, deepen_at=0.0)
-    drafter = Eagle3(options, Shape.from_target(target.config, options), target.layers, ids,
+    drafter = Eagle3(options, Shape.from_target(target.config, options.draft_vocab_size), target.layers, ids,
                      target.embedding.clone(), target.head.weight.clone()).to(target.dtype)
     eye = torch.eye(n, dtype=target.dtype)
     scale = n**0.5  # of a one-hot state after a norm

@@ -90,7 +90,7 @@ def scripted(script: list[int]) -> RuleTarget:
 @pytest.mark.parametrize("end", [None, *range(8)])
 @pytest.mark.parametrize("limit", range(1, 9))
 def test_end_token_inside_an_accepted_block(end, limit):
-    """Case 22: wherever END and the limit fall in fully accepted blocks, text, reason and count are plain decoding's."""
+    """Case 22: wherever END and the limit fall in fully accepted blocks, text, reason and counts equal plain ones."""
     script = [9 if i == end else 3 + i % 5 for i in range(12)]
     decoder = Decoder(scripted(script), limit)
     kept = script[:limit] if end is None or end >= limit else script[: end + 1]

@@ -119,7 +119,8 @@ def test_acceptance_and_residual_add_up_to_p(p, q):
     """Leviathan et al.: min(p, q) + (1 - sum of it) * residual = p, for every p and q; disjoint and equal ones too."""
     target, draft = table(*p), table(*q)
     kept = torch.minimum(target, draft)
-    rest = residual(target[None], Draft(torch.tensor([[0]]), draft[None, None]), torch.tensor([0]), torch.tensor([True]))
+    proposal = Draft(torch.tensor([[0]]), draft[None, None])
+    rest = residual(target[None], proposal, torch.tensor([0]), torch.tensor([True]))
     torch.testing.assert_close(kept + (1 - kept.sum()) * rest[0], target)
 
 

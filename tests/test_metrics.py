@@ -1,0 +1,121 @@
+"""Acceptance counted as vLLM counts it, intervals, repetition, and the report's block built from them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from eval.decode import Output
+from eval.metrics import Acceptance, bootstrap, repeated_share
+from eval.run import per_pass, spread, statistics
+
+
+def counted(K: int, *lengths: int) -> Acceptance:
+    counts = Acceptance(K)
+    for length in lengths:
+        counts.add(length)
+    return counts
+
+
+def test_counts_by_hand():
+    """Formats.md section 7: five drafts of three tokens of which 3, 0, 1, 2 and 3 were accepted."""
+    counts = counted(3, 3, 0, 1, 2, 3)
+    assert (counts.drafts, counts.accepted) == (5, [4, 3, 2])
+    assert counts.rate == 9 / 15 and counts.mean_length == 1 + 9 / 5
+    assert counts.per_position == [4 / 5, 3 / 5, 2 / 5]
+
+
+def test_cumulative_and_conditional_rates_are_two_things():
+    """Case 54: a conditional rate counts only the drafts that were right so far; their product is the cumulative."""
+    counts = counted(3, 3, 0, 1, 2, 3)
+    assert counts.conditional == [4 / 5, 3 / 4, 2 / 3]
+    assert np.cumprod(counts.conditional) == pytest.approx(counts.per_position)
+    assert 1 + sum(counts.per_position) == pytest.approx(counts.mean_length)
+    assert counted(3, 0, 0).conditional == [0.0, 0.0, 0.0]
+
+
+def test_replicas_are_summed():
+    """Case 55: 8 of 10 and 18 of 20 are 26 of 30, in any order, and the parts stay as they were."""
+    a, b = Acceptance(1, 10, [8]), Acceptance(1, 20, [18])
+    assert a + b == b + a == Acceptance(1, 30, [26])
+    assert (a + b).rate == 26 / 30 and a == Acceptance(1, 10, [8])
+    assert sum([a, b], Acceptance(1)) == Acceptance(1, 30, [26])
+
+
+def test_no_draft_is_no_division():
+    """Without drafts each pass yields its own token."""
+    assert (Acceptance(2).rate, Acceptance(2).mean_length, Acceptance(2).per_position) == (0.0, 1.0, [0.0, 0.0])
+    one, other = Acceptance(2), Acceptance(2)
+    one.add(2)
+    assert other.accepted == [0, 0]  # not shared
+
+
+def test_bootstrap_contains_the_truth_and_shrinks():
+    """The 95 % interval of a ratio of sums: it holds the known ratio in nearly all of 60 repetitions."""
+    random = np.random.default_rng(0)
+    inside, widths = 0, {40: [], 400: []}
+    for size, repetition in ((n, r) for n in (40, 400) for r in range(30)):
+        drafts = random.integers(5, 50, size).astype(float)
+        low, high = bootstrap(random.binomial(drafts.astype(int), 0.3).astype(float), drafts, repetition)
+        inside += low <= 0.3 <= high
+        widths[size].append(high - low)
+    assert 52 <= inside <= 60
+    assert np.mean(widths[400]) < np.mean(widths[40]) / 2.5  # a tenth of the variance
+
+
+def test_bootstrap_is_seeded_and_needs_two():
+    """The same seed gives the same interval; one prompt gives none; equal prompts give a point."""
+    values, weights = np.arange(20.0) ** 1.5, np.arange(20.0) + 7
+    assert bootstrap(values, weights, 1) == bootstrap(values, weights, 1) != bootstrap(values, weights, 2)
+    assert all(np.isnan(bootstrap(values[:1], weights[:1], 1)))
+    assert bootstrap(np.array([2.0, 4.0]), np.array([4.0, 8.0]), 1) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("tokens,n,share", [
+    ([1, 2, 3, 4, 1, 2, 5], 2, 4 / 7),  # (1, 2) twice
+    ([1, 1, 1], 2, 1.0),  # (1, 1) at 0 and 1, overlapping
+    ([1, 2, 3], 2, 0.0), ([1, 2], 3, 0.0), ([], 2, 0.0),
+    ([1, 2, 3, 9, 1, 2, 3], 3, 6 / 7),
+    ([*range(8), *range(8)], 8, 1.0), ([*range(8), 99, *range(7)], 8, 0.0),
+])
+def test_repeated_share_by_hand(tokens, n, share):
+    """Share of tokens inside an n-gram that occurs more than once."""
+    assert repeated_share(tokens, n) == share
+
+
+def answer(tokens: list[int], K: int, *lengths: int, context: int = 10, rejected: tuple = ()) -> Output:
+    return Output(tokens, "stop", counted(K, *lengths), len(lengths), [], [(context, n) for n in lengths],
+                  list(rejected))
+
+
+def test_statistics_by_hand():
+    """The report's block: tokens per pass count kept tokens only, the prefill's excluded; misses by vocabulary."""
+    fresh = answer([1, 2, 3, 4, 5], 2, 2, 2, context=600, rejected=(7, 8))  # 4 kept after the prefill in 2 passes
+    looping = answer([*range(8)] * 2, 2, 1, 2, 2, 2, 0, rejected=(8,))
+    drafter = SimpleNamespace(t2d=torch.tensor([True] * 8 + [False] * 2))
+    block = statistics([fresh, looping], 2, drafter, seed=0)
+    assert block["drafts"] == 7 and block["tokens"] == 21 and block["target_passes"] == 7
+    assert block["acceptance"]["rate"] == 11 / 14 and block["acceptance"]["mean_length"] == 1 + 11 / 7
+    assert block["acceptance"]["per_position"] == [6 / 7, 5 / 7]
+    assert block["tokens_per_target_pass"] == 19 / 7
+    assert block["repetition"] == {"share": 16 / 21, "tokens_per_target_pass_without": 2.0}
+    assert block["vocabulary_misses"] == {"rejections": 3, "outside_draft_vocabulary": 2, "share": 2 / 3}
+    assert block["acceptance"]["by_context_bucket"] == [
+        {"from": 0, "to": 512, "drafts": 5, "mean_length": 1 + 7 / 5},
+        {"from": 512, "to": 2048, "drafts": 2, "mean_length": 3.0}]
+    low, high = block["acceptance"]["ci95"]
+    assert low == pytest.approx(1 + 7 / 5) and high == pytest.approx(3.0)  # two prompts: each alone
+
+
+def test_answers_without_a_pass():
+    """An answer that ends at the prefill's token has no pass and divides nothing."""
+    assert per_pass([answer([2], 2)]) == 1.0
+    block = statistics([answer([2], 2)], 2, SimpleNamespace(t2d=torch.ones(4, dtype=torch.bool)), seed=0)
+    assert block["acceptance"]["ci95"] == [1.0, 3.0] and block["vocabulary_misses"]["share"] is None
+
+
+def test_spread_meets_every_kind():
+    """Case 66: distinct indices over the whole list, never more than there are."""
+    assert spread(list("abcdefghij"), 4) == [0, 2, 5, 7]
+    assert spread(list("abc"), 9) == [0, 1, 2]

@@ -1,0 +1,98 @@
+"""Timing's arithmetic; the clock itself is scripted."""
+
+import pytest
+from fakes import counting_drafter, counting_llama
+from tiny import V, chat_tokenizer, load_target
+
+from eval import timing
+from eval.decode import Output
+from eval.timing import Timing, by_batch, interleaved, median_ms, percentiles, predict, speedup, step_times
+
+
+def test_percentiles_are_null_with_a_reason():
+    """DESIGN, latency: a percentile that n is too small for is null and says what it needs."""
+    assert percentiles([1.0] * 9) == {"n": 9, "p50": None, "p95": None, "p99": None,
+                                      "reason": "p50 needs n >= 10; p95 needs n >= 100; p99 needs n >= 500"}
+    assert percentiles([]) == {**percentiles([1.0] * 9), "n": 0}
+    assert percentiles(list(range(1, 12))) == {"n": 11, "p50": 6.0, "p95": None, "p99": None,
+                                               "reason": "p95 needs n >= 100; p99 needs n >= 500"}
+    assert percentiles(list(range(101))) == {"n": 101, "p50": 50.0, "p95": 95.0, "p99": None,
+                                             "reason": "p99 needs n >= 500"}
+    assert percentiles(list(range(501))) == {"n": 501, "p50": 250.0, "p95": 475.0, "p99": 495.0}
+
+
+def test_predicted_speedup_by_hand():
+    """Eagle3.md: E / (K c + v); E 3, K 4, c = 2/20, v = 28/20 gives 3 / 1.8."""
+    steps = {"target_step_ms": 20.0, "draft_step_ms": 2.0, "verify_ms": 28.0}
+    assert predict(3.0, steps, 4) == pytest.approx(3 / 1.8)
+    assert predict(1.0, {"target_step_ms": 5.0, "draft_step_ms": 0.0, "verify_ms": 5.0}, 4) == 1.0
+
+
+def test_bursts_are_counted():
+    """Three tokens that appear together 60 ms after the last one are three intervals of 20 ms."""
+    timed = Timing()
+    timed.add(10.0, Output([1, 2, 3, 4, 5], times=[(10.5, 1), (10.56, 3), (10.57, 1)]))
+    assert timed.ttft_ms == [pytest.approx(500)]
+    assert timed.itl_ms == pytest.approx([20, 20, 20, 10])
+    assert timed.seconds == [pytest.approx(0.57)] and timed.tokens == [5]
+    timed.add(20.0, Output([1], times=[(20.43, 1)]))
+    assert timed.tok_s == pytest.approx(6 / 1.0)  # of the sums, not a mean of rates
+    assert Timing().tok_s == 0.0
+
+
+def test_speedup_is_a_ratio_of_sums():
+    """Sums over prompts, not a mean of ratios; its interval resamples prompts and holds the ratio."""
+    base, fast = Timing([1.0, 3.0], [10, 30]), Timing([0.5, 2.0], [10, 30])
+    ratio, (low, high) = speedup(base, fast, seed=0)
+    assert ratio == pytest.approx(16 / 10) and low == pytest.approx(1.5) and high == pytest.approx(2.0)
+    assert speedup(base, fast, 0) == speedup(base, fast, 0)
+
+
+def test_median_after_a_warm_up(monkeypatch):
+    """The first call is not timed; the median ignores one slow call."""
+    calls = []
+    clock = iter([x for i, ms in enumerate([5, 1, 900, 2, 3]) for x in (i, i + ms / 1e3)])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    assert median_ms(lambda: calls.append(1), repeats=5) == pytest.approx(3.0) and len(calls) == 6
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("counting")
+    counting_llama(V).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    target = load_target(folder, "float32", [2, 4, 5])
+    return target, counting_drafter(target, list(range(V)))
+
+
+def test_engines_take_turns_on_the_same_prompts(counting):
+    """Case 23: baseline and speculation are timed on the same prompts, in turns, and keep the same tokens."""
+    target, drafter = counting
+    beats = []
+    timings = interleaved(target, drafter, [[5, 6], [57], [20]], 3, 12, lambda: beats.append(1))
+    assert len(beats) == 4  # a warm-up, then each prompt
+    # 57 meets the end token 2 after nine tokens: 58 .. 63 0 1 2
+    assert {name: t.tokens for name, t in timings.items()} == dict.fromkeys(timings, [12, 9, 12])
+    assert len(timings[timing.SPECULATIVE].itl_ms) == 11 + 8 + 11 == len(timings[timing.PLAIN].itl_ms)
+    assert all(len(t.seconds) == len(t.ttft_ms) == 3 for t in timings.values())
+    assert target.model.config._attn_implementation == timing.GROUPED  # given back after `generate`
+
+
+def test_step_times_leave_figures_for_the_formula(counting):
+    """The three times of the prediction are positive and finite."""
+    target, drafter = counting
+    steps = step_times(target, drafter, 20, 3)
+    assert set(steps) == {"target_step_ms", "verify_ms", "draft_step_ms"}
+    assert all(0 < v < 1e6 for v in steps.values())
+
+
+def test_by_batch_by_hand(counting, monkeypatch):
+    """Kept tokens of a batch over its seconds: 2 x 12 tokens in 4 s and in 1 s is four times as fast."""
+    target, drafter = counting
+    outputs = [Output(list(range(12)))] * 2
+    monkeypatch.setattr(timing.Decoder, "plain", lambda self, prompts: outputs)
+    monkeypatch.setattr(timing.Decoder, "speculative", lambda self, prompts, drafter, K: outputs)
+    clock = iter([0.0, 4.0, 10.0, 11.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    row = by_batch(target, drafter, [[5], [6], [7]], 3, 12, 2)
+    assert row == {"batch": 2, "baseline_tok_s": 6.0, "speculative_tok_s": 24.0, "speedup": 4.0}

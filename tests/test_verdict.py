@@ -1,0 +1,74 @@
+"""Each branch of the verdict, from reports written by hand."""
+
+import pytest
+
+from eval.verdict import decide
+
+
+def total(mismatches: int = 0, p_value: float = 0.5, tests: int = 4, ci95: tuple = (1.3, 1.9), speedup: float = 1.6,
+          by_batch: tuple = ((1, 1.6), (4, 1.3), (8, 1.1)), per_pass: float = 3.0) -> dict:
+    return {
+        "tokens_per_target_pass": per_pass, "acceptance": {"mean_length": per_pass},
+        "lossless": {"greedy": {"mismatches": mismatches, "prompts": 12},
+                     "sampling": {"tests": tests, "p_value": p_value}},
+        "speed": {"speedup": speedup, "ci95": list(ci95), "prompts": 9, "baseline_engine": "plain loop",
+                  "by_batch": [{"batch": b, "speedup": s} for b, s in by_batch]},
+    }
+
+
+EVEN = {"chat": {"tokens_per_target_pass": 2.8}, "code": {"tokens_per_target_pass": 3.2}}
+
+
+def reasons(result: dict) -> str:
+    return "; ".join(result["reasons"])
+
+
+def test_deploy():
+    """Faster at every measured batch, lossless, even over kinds: deploy, with the figures as the reason."""
+    result = decide(total(), EVEN)
+    assert (result["decision"], result["range"]) == ("deploy", None)
+    assert "1.60 (95 % interval 1.30 to 1.90, 9 prompts)" in reasons(result)
+
+
+def test_changed_text_is_never_deployed():
+    """One greedy answer that differs outweighs any speed; so do samples that do not follow the target."""
+    result = decide(total(mismatches=1), EVEN)
+    assert result["decision"] == "do not deploy" and "1 of 12 greedy answers differ" in reasons(result)
+    result = decide(total(p_value=1e-4), EVEN)
+    assert result["decision"] == "do not deploy" and "distribution" in reasons(result)
+    assert decide(total(p_value=0.002), EVEN)["decision"] == "deploy"
+    assert decide(total(p_value=1e-4, tests=0), EVEN)["decision"] == "deploy"  # nothing was tested
+
+
+@pytest.mark.parametrize("ci95", [(0.8, 1.9), (1.0, 1.9), (0.5, 0.7)])
+def test_speed_that_is_not_shown(ci95):
+    """Case 23: an interval that reaches 1 is no proof, however long the acceptance and however fast the mean."""
+    result = decide(total(ci95=ci95, per_pass=6.0), EVEN)
+    assert result["decision"] == "do not deploy" and "not shown to be faster than plain loop" in reasons(result)
+
+
+def test_slower_batches_limit_the_range():
+    """Case 23: one slower batch size limits the range to what lies below it, even where a larger one wins again."""
+    result = decide(total(by_batch=((1, 1.6), (4, 1.3), (8, 0.97), (16, 1.2))), EVEN)
+    assert (result["decision"], result["range"]) == ("deploy within batch 1 to 4", "batch 1 to 4")
+    assert "slower than plain decoding at batch 8" in reasons(result)
+    result = decide(total(by_batch=((4, 0.9), (1, 1.6))), EVEN)
+    assert (result["decision"], result["range"]) == ("deploy within batch 1", "batch 1")
+
+
+def test_what_was_not_measured_is_not_promised():
+    """Case 23: with batch 1 alone the range is batch 1."""
+    result = decide(total(by_batch=((1, 1.6),)), EVEN)
+    assert result["decision"] == "deploy within batch 1" and "not measured" in reasons(result)
+
+
+def test_slow_at_batch_one_too():
+    """Case 23: slower at batch 1 leaves no range at all, whatever the interval says."""
+    assert decide(total(by_batch=((1, 0.9), (4, 1.5))), EVEN)["decision"] == "do not deploy"
+
+
+def test_weak_kinds_are_named():
+    """A kind that is clearly below the whole is named, although the mean is fine."""
+    result = decide(total(), EVEN | {"maths": {"tokens_per_target_pass": 2.5}})
+    assert "clearly weaker on maths" in reasons(result)
+    assert "weaker" not in reasons(decide(total(), EVEN | {"maths": {"tokens_per_target_pass": 2.56}}))
