@@ -39,6 +39,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no drafter checkpoint here; train first, or set drafter.path") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ConfigError(f"{path}: not a checkpoint of format {FORMAT}")
+    missing = [key for key in ("kind", "options", "shape", "layers", "target") if key not in meta]
+    if missing:
+        raise ConfigError(f"{path}: {', '.join(missing)} missing; train again or restore the file")
     return meta
 
 

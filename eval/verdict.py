@@ -3,6 +3,7 @@
 from typing import Any
 
 SAMPLING_ALPHA = 1e-3
+FEWEST_TIMED = 5  # prompts; an interval from fewer says nothing
 
 
 def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -20,6 +21,8 @@ def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, 
     low, high = speed["ci95"]
     measured = (f"measured speedup at batch 1 is {speed['speedup']:.2f} (95 % interval {low:.2f} to {high:.2f}, "
                 f"{speed['prompts']} prompts)")
+    if speed["prompts"] < FEWEST_TIMED:
+        return verdict("do not deploy", None, [f"{measured}: fewer than {FEWEST_TIMED} prompts were timed"])
     if low <= 1.0:
         return verdict("do not deploy", None, [f"{measured}: not shown to be faster than {speed['baseline_engine']}"])
     reasons = [measured]

@@ -61,9 +61,6 @@ def test_propose_in_the_loop_equals_the_chain(options, seed):
             tokens, spread = chain_of(drafter, row, int(at[b]))
             assert proposed.tokens[b].tolist() == tokens
             torch.testing.assert_close(proposed.q[b].double(), spread, rtol=1e-6, atol=1e-6)  # q is float32
-        if turn == 1:
-            session.keep(torch.tensor([2, 0]))
-            rows, at, taps, ids = [rows[2], rows[0]], at[[2, 0]], taps[[2, 0]], ids[[2, 0]]
         accepted = torch.randint(0, K + 1, (len(rows),), generator=g)
         positions = at[:, None] + 1 + torch.arange(K + 1)
         inside = positions <= (at + 1 + accepted)[:, None]
@@ -72,6 +69,9 @@ def test_propose_in_the_loop_equals_the_chain(options, seed):
         seen = torch.where(inside[..., None], taps[picked, clamped], 1e3)
         session.observe(seen, torch.where(inside, ids[picked, clamped + 1], 1), positions, accepted)
         at = (at + 1 + accepted).clamp(max=len(ROW) - 2)
+        if turn == 0:
+            session.keep(torch.tensor([2, 0]))
+            rows, at, taps, ids = [rows[2], rows[0]], at[[2, 0]], taps[[2, 0]], ids[[2, 0]]
         if bool((at >= len(ROW) - K - 3).any()):
             break
 
