@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from data.sampling import Sampling, draw, probabilities, row_generator
+from data.sampling import Sampling, row_generator, sample
 from drafters.target import Target
 
 
@@ -135,7 +135,7 @@ class Generator:
                 by_settings.setdefault(row.request.sampling, []).append(i)
         for sampling, picks in by_settings.items():
             uniforms = torch.stack([active[slots[i]].uniforms[len(active[slots[i]].tokens)] for i in picks])
-            tokens[picks] = draw(probabilities(logits[picks], sampling), uniforms.to(logits.device))
+            tokens[picks] = sample(logits[picks], sampling, uniforms.to(logits.device))
         for slot, token in zip(slots, tokens.tolist()):
             row = active[slot]
             if row.push(token, self.end_ids, self.max_tokens):

@@ -71,6 +71,36 @@ def nucleus_floor(probs: Tensor, top_p: float) -> Tensor:
     return head.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
 
 
+def sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
+    """One token a row from [B, V] logits with uniforms [B] in [0, 1) -> ids [B].
+
+    The same distribution as `draw(probabilities(...))`, but where a row's nucleus or top-k lies within its 256
+    largest logits, nothing but the normaliser touches the rest of the vocabulary. Which path a row takes
+    depends on that row alone, so its result does not depend on the batch.
+    """
+    if sampling.greedy:
+        return logits.argmax(-1)
+    scaled = logits.float() / sampling.temperature
+    head, ids = scaled.topk(min(HEAD, scaled.shape[-1]), dim=-1)  # descending
+    if 0 < sampling.top_k <= head.shape[-1]:
+        head = head[:, : sampling.top_k]
+        probs = head.softmax(-1).double()
+    else:
+        probs = (head - scaled.logsumexp(-1, keepdim=True)).exp().double()
+    cdf = probs.cumsum(-1)
+    complete = 0 < sampling.top_k <= head.shape[-1] or head.shape[-1] == logits.shape[-1]
+    whole = (cdf[:, -1] >= sampling.top_p) | complete
+    inside = cdf - probs < sampling.top_p
+    cdf = (probs * inside).cumsum(-1)
+    place = torch.searchsorted(cdf, uniforms.double()[:, None] * cdf[:, -1:], right=True)
+    place = torch.minimum(place, inside.sum(-1, keepdim=True) - 1)
+    tokens = ids.gather(-1, place)[:, 0]
+    if not bool(whole.all()):
+        rest = ~whole
+        tokens[rest] = draw(probabilities(logits[rest], sampling), uniforms[rest])
+    return tokens
+
+
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     """One token a row by inverse CDF: probs [B, V], uniforms [B] in [0, 1) -> ids [B]."""
     cdf = probs.double().cumsum(-1)

@@ -51,7 +51,8 @@ def slow(model, request: Request, ends: list[int], limit: int, seed: int = 0) ->
         if request.sampling.greedy:
             token = int(logits.argmax())
         else:
-            token = int(draw(probabilities(logits, request.sampling), uniforms[len(tokens)][None]))
+            probs, order = probabilities(logits, request.sampling)[0].sort(descending=True, stable=True)
+            token = int(order[draw(probs[None], uniforms[len(tokens)][None])])
         tokens.append(token)
         finish = "stop" if token in ends else "length"
     beyond = []

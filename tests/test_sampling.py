@@ -93,3 +93,25 @@ def test_settings_without_a_distribution_are_refused(values):
     """A setting that leaves no distribution (top_p 0 made every probability NaN) is an error that names it."""
     with pytest.raises(ConfigError, match="temperature = .*top_k = .*top_p = "):
         Sampling(*values)
+
+
+@pytest.mark.parametrize("head", [2, 8, 64])
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (0, 0.7), (3, 1.0), (3, 0.8), (20, 0.9)])
+def test_sample_follows_probabilities(head, top_k, top_p, monkeypatch):
+    """Over an even grid of uniforms each token is drawn in proportion to its exact probability, on both paths."""
+    monkeypatch.setattr(sampling, "HEAD", head)
+    logits = torch.randn(1, 24, generator=torch.Generator().manual_seed(4)) * 2
+    setting, n = Sampling(0.9, top_k, top_p), 20000
+    tokens = sampling.sample(logits.expand(n, -1), setting, (torch.arange(n) + 0.5) / n)
+    shares = torch.bincount(tokens, minlength=24) / n
+    torch.testing.assert_close(shares, probabilities(logits, setting)[0], atol=2 / n, rtol=0)
+
+
+def test_sample_of_a_row_does_not_depend_on_the_others(monkeypatch):
+    """Rows that need the slow path and rows that do not keep their results beside each other."""
+    monkeypatch.setattr(sampling, "HEAD", 4)
+    logits = torch.stack([torch.zeros(30), torch.arange(30.0)])  # flat: slow path; peaked: fast path
+    uniforms = torch.tensor([0.4, 0.6])
+    both = sampling.sample(logits, Sampling(1.0, 0, 0.9), uniforms)
+    alone = [sampling.sample(logits[i : i + 1], Sampling(1.0, 0, 0.9), uniforms[i : i + 1])[0] for i in range(2)]
+    assert both.tolist() == [int(t) for t in alone]
