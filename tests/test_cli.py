@@ -22,6 +22,7 @@ STAGE = """
 import os, signal, sys
 from recipes.cli import Command, run
 from recipes.errors import ConfigError, RunError
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
 def main(recipe, switches):
     {body}
 run(Command("make x", "About.", main))
