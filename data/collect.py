@@ -151,7 +151,7 @@ class Collector:
                 intake.dropped["unfinished"] += 1
             else:
                 messages = [{"role": "user", "content": text}]
-                kept.append(Prompt(content_id(messages), messages, "synthesis"))
+                kept.append(Prompt(content_id(messages), messages, "synthesis", own=True))
         return kept
 
     def unit(self, part: str, name: str, requests: list[Request], max_tokens: int, bar=None) -> list[Answer]:
@@ -197,16 +197,26 @@ class Collector:
             for answer in self.round(number, requests):
                 p, turns, history = histories[answer.id]
                 split = "validation" if p.id in validation else "train"
-                mask = [0] * len(answer.prompt) + [1] * len(answer.tokens)
+                mask = self.prompt_turns(p, answer.prompt, split) + [1] * len(answer.tokens)
                 rows.append(Conversation(answer.id, split, answer.prompt + answer.tokens, mask, answer.overrun,
                                          answer.finish))
                 if answer.finish == "stop" and number + 1 < len(turns):
                     text = self.target.tokenizer.decode(answer.tokens[:-1])
                     live.append((p, turns, [*history, {"role": "assistant", "content": text}]))
             number += 1
-        if not any(any(c.turns) for c in rows):
+        if not any(turn > 0 for c in rows for turn in c.turns):
             raise RunError("no supervised token in any row: the loss mask is empty (case 06)")
         return rows
+
+    def prompt_turns(self, prompt: Prompt, ids: list[int], split: str) -> list[int]:
+        """Turn of each prompt token: 0, and -1 for a training prompt's user turn that the target wrote itself, its end
+        token included. Those tokens are the target's own too, so a drafter may learn from them (train.own_prompts)."""
+        turns = [0] * len(ids)
+        if prompt.own and split == "train":
+            start = len(user_header_ids(self.target.tokenizer))
+            stop = next((i for i in range(start, len(ids)) if ids[i] in self.target.end_ids), start - 1)
+            turns[start : stop + 1] = [-1] * (stop + 1 - start)
+        return turns
 
     def round(self, number: int, requests: list[Request]) -> list[Answer]:
         """Answers to one round's requests, in units."""
@@ -247,7 +257,7 @@ class Collector:
                 bar.advance(task)
 
     def bytes_of(self, row: Conversation, dtype: torch.dtype) -> int:
-        finals = sum(turn > 0 for turn in row.turns[1:])
+        finals = sum(turn != 0 for turn in row.turns[1:])
         width = len(self.target.layers) * self.target.hidden
         return row_bytes(len(row.ids), finals, width, self.target.hidden, dtype.itemsize)
 
@@ -264,7 +274,7 @@ class Collector:
 
     def manifest(self, rows: list[Conversation], intake: Intake, shards: list[str], size: int) -> dict[str, Any]:
         """What a reader must know before it trusts a shard."""
-        counts = Counter(t for c in rows if c.split == "train" for t, turn in zip(c.ids, c.turns) if turn)
+        counts = Counter(t for c in rows if c.split == "train" for t, turn in zip(c.ids, c.turns) if turn > 0)
         tokens = sum(len(c.ids) for c in rows)
         return {
             "format": FORMAT, "key": sha256_json(self.settings), "target": self.settings["target"],

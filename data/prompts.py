@@ -21,11 +21,13 @@ SHINGLE = 8  # words; two prompts that share most of their 8-word runs are the s
 
 @dataclass
 class Prompt:
-    """A conversation that ends with a user turn. `id` is stable: it depends on the content only."""
+    """A conversation that ends with a user turn. `id` is stable: it depends on the content only. `own`: the target
+    wrote it itself."""
 
     id: str
     messages: list[Message]
     kind: str = ""
+    own: bool = False
 
 
 @dataclass

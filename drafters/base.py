@@ -17,9 +17,9 @@ class Batch:
     """Traced rows padded at the end. Padding has turn 0, so it never carries loss."""
 
     ids: Tensor  # [B, S] int64
-    turns: Tensor  # [B, S] int64: assistant turn that generated the token, 0 for none
+    turns: Tensor  # [B, S] int64: turn whose tokens are supervised, 0 or less for none
     taps: Tensor  # [B, S, n*Ht]
-    final: Tensor  # [B, S, Ht], zeros where nothing supervised follows
+    final: Tensor  # [B, S, Ht], zeros where no token of the target follows
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         return Batch(self.ids.to(device), self.turns.to(device), self.taps.to(device, dtype),

@@ -89,6 +89,7 @@ class Train:
     beta1: float = opt(0.9, "AdamW beta1")
     beta2: float = opt(0.95, "AdamW beta2")
     clip: PositiveFloat = opt(1.0, "global gradient norm is clipped to this")
+    own_prompts: bool = opt(False, "learn from the user turns that the target wrote itself too, not only from answers")
     dtype: Literal["float32", "bfloat16"] = opt("float32", "precision of the forward pass")
     validate_every: PositiveInt = opt(200, "optimizer steps between validations")
     save_every: PositiveInt = opt(200, "optimizer steps between checkpoints")
