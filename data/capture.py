@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from data.store import TraceRow, final_positions
-from drafters.target import Target
+from drafters.target import Prefix, States, Target
 from recipes.errors import RunError
 
 
@@ -26,19 +26,23 @@ def capture(target: Target, rows: list[Conversation], batch_tokens: int,
     """Traces of the rows in their order, and the reasons of those left out (NaN or Inf states, case 34).
     States are cast to the storage `dtype` first, so that one which overflows there counts as Inf.
 
-    Rows are batched by length, at most `batch_tokens` padded tokens a forward pass (a longer row goes alone).
+    Rows are batched by length, at most `batch_tokens` padded tokens a forward pass (a longer row goes alone); what
+    all rows begin with is computed once.
     Raises RunError where the states' length differs from the ids' (case 08): nothing is padded to fit.
     """
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
     traced: dict[int, TraceRow] = {}
     bad: dict[str, str] = {}
+    prefix = target.prefix([row.ids for row in rows]) if rows else Prefix()
+    shared = prefix.length
     for batch in by_tokens([(i, len(rows[i].ids)) for i in order], batch_tokens):
         width = max(len(rows[i].ids) for i in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.long, device=target.device)
+        ids = torch.zeros(len(batch), width - shared, dtype=torch.long, device=target.device)
         for b, i in enumerate(batch):
-            ids[b, : len(rows[i].ids)] = torch.tensor(rows[i].ids)
-        positions = torch.arange(width, device=target.device).expand_as(ids).contiguous()
-        states = target.forward(ids, positions, logits=False)
+            ids[b, : len(rows[i].ids) - shared] = torch.tensor(rows[i].ids[shared:])
+        positions = torch.arange(shared, width, device=target.device).expand_as(ids).contiguous()
+        cache = prefix.fill(target.new_cache(len(batch), width)) if shared else None
+        states = behind(prefix, target.forward(ids, positions, cache, logits=False))
         for b, i in enumerate(batch):
             row = rows[i]
             length, turns = len(row.ids), torch.tensor(row.turns)
@@ -51,6 +55,16 @@ def capture(target: Target, rows: list[Conversation], batch_tokens: int,
             traced[i] = TraceRow(row.id, row.split, torch.tensor(row.ids), turns, taps,
                                  final[final_positions(turns)], row.tail)
     return [traced[i] for i in range(len(rows)) if i in traced], bad
+
+
+def behind(prefix: Prefix, states: States) -> States:
+    """The rows' states with those of their shared beginning in front."""
+    if not prefix.length:
+        return states
+    B = len(states.final)
+    taps, final = (torch.cat([first.expand(B, -1, -1), rest], dim=1) for first, rest in (
+        (prefix.states.taps, states.taps), (prefix.states.final, states.final)))
+    return States(final, taps, None)
 
 
 def by_tokens(lengths: list[tuple[int, int]], limit: int) -> list[list[int]]:

@@ -73,7 +73,8 @@ class Generator:
             return []
         longest = max(len(r.prompt) for r in requests) + self.max_tokens + max(r.overrun for r in requests)
         slots = min(self.batch_size, len(requests))
-        cache = self.target.new_cache(slots, longest)
+        prefix = self.target.prefix([r.prompt for r in requests])
+        cache = prefix.fill(self.target.new_cache(slots, longest))
         queue = list(reversed(requests))
         active: list[_Row | None] = [None] * slots
         done: dict[str, Answer] = {}
@@ -81,7 +82,7 @@ class Generator:
             free = [s for s, row in enumerate(active) if row is None]
             if queue and (len(free) >= self.refill or len(free) == len(active)):
                 started = [queue.pop() for _ in free[: len(queue)]]
-                self.prefill(cache, free[: len(started)], started, active, done)
+                self.prefill(cache, prefix.length, free[: len(started)], started, active, done)
                 progress(len(started))
                 continue
             if free and not queue:  # draining: drop the empty rows so that a step costs what is left
@@ -89,17 +90,17 @@ class Generator:
                 if len(keep) <= len(active) * 3 // 4 or len(keep) < 4:
                     cache.keep(torch.tensor(keep, device=self.target.device))
                     active = [active[s] for s in keep]
-            progress(self.step(cache, active, done))
+            progress(self.step(cache, prefix.length, active, done))
         return [done[r.id] for r in requests]
 
-    def prefill(self, cache, slots: list[int], requests: list[Request], active: list, done: dict) -> None:
-        """Runs the prompts of new rows together and takes each one's first token."""
+    def prefill(self, cache, shared: int, slots: list[int], requests: list[Request], active: list, done: dict) -> None:
+        """Runs the prompts of new rows together, behind the `shared` tokens, and takes each one's first token."""
         device = self.target.device
-        lengths = [len(r.prompt) for r in requests]
+        lengths = [len(r.prompt) - shared for r in requests]
         ids = torch.zeros(len(requests), max(lengths), dtype=torch.long, device=device)
         for i, r in enumerate(requests):
-            ids[i, : lengths[i]] = torch.tensor(r.prompt, device=device)
-        positions = torch.arange(ids.shape[1], device=device).expand_as(ids).contiguous()
+            ids[i, : lengths[i]] = torch.tensor(r.prompt[shared:], device=device)
+        positions = (shared + torch.arange(ids.shape[1], device=device)).expand_as(ids).contiguous()
         rows = torch.tensor(slots, device=device)
         final = self.target.forward(ids, positions, cache, rows, logits=False).final
         last = final[torch.arange(len(requests), device=device), torch.tensor(lengths, device=device) - 1]
@@ -111,14 +112,14 @@ class Generator:
         with torch.inference_mode():
             self.take(self.target.head(last), slots, active, done)
 
-    def step(self, cache, active: list, done: dict) -> int:
-        """One token for every active row; empty rows compute a dummy at position 0 of their own row."""
+    def step(self, cache, shared: int, active: list, done: dict) -> int:
+        """One token for every active row; empty rows compute a dummy in their own row, behind the shared tokens."""
         device = self.target.device
         ids, positions = [], []
         for row in active:
             sequence = [] if row is None else row.tokens + row.overrun
             ids.append(sequence[-1] if sequence else 0)
-            positions.append(0 if row is None else len(row.request.prompt) + len(sequence) - 1)
+            positions.append(shared if row is None else len(row.request.prompt) + len(sequence) - 1)
         logits = self.target.forward(torch.tensor(ids, device=device)[:, None],
                                      torch.tensor(positions, device=device)[:, None], cache).logits[:, 0]
         slots = [s for s, row in enumerate(active) if row is not None]

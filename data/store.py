@@ -135,7 +135,7 @@ class TraceReader:
             listed = json.loads((shards / f"{name}.json").read_text(encoding="utf-8"))
             if sha256_file(path) != listed["sha256"]:
                 raise RunError(f"{path}: checksum differs from its list; delete this shard and run `make trace`")
-            if listed.get("key") not in (None, self.manifest.get("key")):
+            if listed["key"] != self.manifest["key"]:
                 raise RunError(f"{path}: belongs to another trace set; delete this shard and run `make trace`")
             file = self.files[name] = safe_open(path, framework="pt")
             token = final = 0

@@ -33,6 +33,12 @@ class RowStore:
             keys, values = keys[rows], values[rows]
         return keys.transpose(1, 2), values.transpose(1, 2)
 
+    def begin_with(self, other: "RowStore", columns: int) -> None:
+        """Every row of this empty store begins with the first `columns` of the other's only row."""
+        self.keys = other.keys.new_zeros(self.rows, self.capacity, *other.keys.shape[2:])
+        self.values = other.values.new_zeros(self.rows, self.capacity, *other.values.shape[2:])
+        self.keys[:, :columns], self.values[:, :columns] = other.keys[:, :columns], other.values[:, :columns]
+
     def keep(self, rows: Tensor) -> None:
         """Drops every row but these and moves them to the front, in this order."""
         self.rows = len(rows)
@@ -85,6 +91,11 @@ class RowCache(Cache):
         self.width = int(positions.max()) + 1
         if self.width > self.capacity:
             raise ValueError(f"position {self.width - 1} is beyond the cache of {self.capacity}")
+
+    def begin_with(self, other: "RowCache", columns: int) -> None:
+        """See RowStore.begin_with."""
+        for layer, given in zip(self.layers, other.layers):
+            layer.store.begin_with(given.store, columns)
 
     def keep(self, rows: Tensor) -> None:
         """Drops every row but these; see RowStore.keep."""

@@ -16,6 +16,7 @@ from recipes.files import sync_folder, write_json
 
 FORMAT = "drafthouse.drafter/1"
 WEIGHTS, META = "drafter.safetensors", "drafter.json"
+BEST = "best.json"
 
 
 def save(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -28,6 +29,21 @@ def save(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None
     save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / WEIGHTS)
     write_json(folder / META, {"format": FORMAT, **meta})
     sync_folder(folder)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Folder of one optimizer step's checkpoint among a run's `folder` of them."""
+    return folder / f"step-{step:06d}"
+
+
+def best(folder: Path) -> Path:
+    """The run's checkpoint with the best replayed acceptance. ConfigError where nothing was trained."""
+    try:
+        step = json.loads((folder / BEST).read_text(encoding="utf-8"))["step"]
+    except (OSError, ValueError, KeyError):
+        raise ConfigError(f"{folder / BEST}: no trained drafter here; run `make train` first, "
+                          "or set drafter.path") from None
+    return path_of(folder, step)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -28,20 +29,20 @@ from recipes.schema import opt
 class Options:
     """`drafter.options` of a recipe with kind eagle3."""
 
-    draft_vocab_size: int = opt(4096, "D: target tokens the drafter can propose")
-    depth: int = opt(3, "K: unrolled steps of the training-time test")
-    first_depth: int = opt(1, "unrolled steps at the start of the run")
+    draft_vocab_size: PositiveInt = opt(4096, "D: target tokens the drafter can propose")
+    depth: PositiveInt = opt(3, "K: unrolled steps of the training-time test")
+    first_depth: PositiveInt = opt(1, "unrolled steps at the start of the run")
     deepen_at: float = opt(0.25, "share of the run after which all `depth` steps are unrolled")
-    step_decay: float = opt(0.8, "weight of step k is step_decay^k")
+    step_decay: PositiveFloat = opt(0.8, "weight of step k is step_decay^k")
     start: Literal["target_layer", "random"] = opt("target_layer", "copy the target's last layer, or start at random")
     outside_vocabulary: Literal["keep", "drop"] = opt("keep", "loss where the target's token is not in D")
-    hidden_noise: float = opt(0.0, "standard deviation of noise on the fused states, relative to their own")
-    feature_loss: float = opt(0.0, "weight of the distance to the target's final state, a dense signal for few traces")
+    hidden_noise: NonNegativeFloat = opt(0.0, "standard deviation of noise on the fused states, relative to their own")
+    feature_loss: NonNegativeFloat = opt(0.0, "weight of the distance to the target's final state, a dense signal for few traces")
     train_head: bool = opt(True, "train the output head (it starts as the target's)")
     tap_norms: bool = opt(False, "a norm for each tap before fusing (EAGLE-3.1; vLLM only)")
     feedback: Literal["pre_norm", "post_norm"] = opt("pre_norm", "state fed to the next step (post_norm: vLLM only)")
     norm_before_residual: bool = opt(False, "residual takes the normed state")
-    intermediate_size: int = opt(0, "MLP width; 0 is the target's")
+    intermediate_size: NonNegativeInt = opt(0, "MLP width; 0 is the target's")
 
 
 class Attention(nn.Module):

@@ -5,7 +5,9 @@ after the final norm, applied once. Legend: B rows, q tokens a row, H target hid
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 
 import torch
@@ -21,6 +23,8 @@ from recipes.errors import ConfigError
 from recipes.files import sha256_file, sha256_json
 from recipes.schema import Target as TargetSection
 
+SHARED = 4  # tokens; a shorter beginning is not worth a pass of its own
+
 
 @dataclass
 class States:
@@ -29,6 +33,21 @@ class States:
     final: Tensor  # [B, q, H] after the final norm
     taps: Tensor | None  # [B, q, n*H] states entering the tapped layers, ascending
     logits: Tensor | None  # [B, q, V]
+
+
+@dataclass
+class Prefix:
+    """How several rows begin alike, computed once: `length` tokens (0: nothing worth sharing)."""
+
+    length: int = 0
+    cache: RowCache | None = None
+    states: States | None = None  # [1, length, ...]
+
+    def fill(self, cache: RowCache) -> RowCache:
+        """The empty cache, every row beginning with the shared tokens."""
+        if self.length:
+            cache.begin_with(self.cache, self.length)
+        return cache
 
 
 def default_layers(layers: int) -> list[int]:
@@ -160,6 +179,17 @@ class Target:
     def new_cache(self, rows: int, capacity: int) -> RowCache:
         """An empty cache of `rows` rows with room for `capacity` tokens each."""
         return RowCache(self.depth, rows, capacity)
+
+    def prefix(self, rows: Sequence[list[int]]) -> Prefix:
+        """The tokens that all rows begin with (a chat template's system message), through the target once.
+        Every row keeps at least one token of its own."""
+        length = min(len(commonprefix(rows)), min(map(len, rows)) - 1)
+        if len(rows) < 2 or length < SHARED:
+            return Prefix()
+        cache = self.new_cache(1, length)
+        ids = torch.tensor([rows[0][:length]], device=self.device)
+        positions = torch.arange(length, device=self.device)[None]
+        return Prefix(length, cache, self.forward(ids, positions, cache, logits=False))
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, cache: RowCache | None = None, rows: Tensor | None = None,

@@ -89,7 +89,7 @@ class Evaluation:
         self.prompts, self.prompts_sha256 = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
         self.target = Target(recipe.target, recipe.trace.layers)
         require_chat_template(self.target)
-        self.checkpoint = Path(recipe.drafter.path) if recipe.drafter.path else best_checkpoint(self.folder)
+        self.checkpoint = Path(recipe.drafter.path) if recipe.drafter.path else checkpoint.best(self.folder / "checkpoints")
         self.drafter = checkpoint.load(self.checkpoint, self.target)
         self.ids = [prompt_ids(self.target.tokenizer, p.messages) for p in self.prompts]
         room = self.target.max_length - self.section.max_tokens - self.section.draft_length - 1
@@ -192,16 +192,6 @@ class Evaluation:
                          "prompts_sha256": self.prompts_sha256, "prompt_ids_sha256": sha256_json(self.ids),
                          "seed": section.seed, "key": self.key()},
         }
-
-
-def best_checkpoint(folder: Path) -> Path:
-    """The run's best checkpoint by replayed acceptance. ConfigError where nothing was trained."""
-    path = folder / "checkpoints" / "best.json"
-    try:
-        step = json.loads(path.read_text(encoding="utf-8"))["step"]
-    except (OSError, ValueError, KeyError):
-        raise ConfigError(f"{path}: no trained drafter here; run `make train` first, or set drafter.path") from None
-    return path.parent / f"step-{step:06d}"
 
 
 def peak_bytes() -> int:

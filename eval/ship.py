@@ -19,7 +19,7 @@ from drafters.target import Target
 from eval.decode import Decoder
 from eval.metrics import Acceptance
 from eval.reader import read_acceptance
-from eval.run import best_checkpoint, spread
+from eval.run import spread
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, sha256_json, write_json
@@ -60,7 +60,7 @@ def export(recipe: Recipe, folder: Path, layout: str, target: Target, layers: li
     """Writes and proves one layout; does nothing where the same checkpoint was exported and proven before."""
     if layout not in WRITERS:
         raise ConfigError(f"export.formats: {layout!r}: unknown; known layouts: {', '.join(WRITERS)}")
-    source = Path(recipe.drafter.path) if recipe.drafter.path else best_checkpoint(folder)
+    source = Path(recipe.drafter.path) if recipe.drafter.path else checkpoint.best(folder / "checkpoints")
     weights = source / checkpoint.WEIGHTS
     if not weights.is_file():
         raise ConfigError(f"{weights}: no such checkpoint")

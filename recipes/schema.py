@@ -43,7 +43,7 @@ class PromptSource:
 @dataclass
 class Prompts:
     sources: list[PromptSource] = opt([], "where training prompts come from; empty is one synthesis source of 256")
-    min_tokens: NonNegativeInt = opt(4, "shortest user turn kept, in tokens")
+    min_tokens: NonNegativeInt = opt(4, "shortest rendered prompt kept, in tokens; one word is always too short")
     max_tokens: PositiveInt = opt(512, "longest rendered prompt kept, in tokens")
     validation: NonNegativeInt = opt(16, "prompts held out to validate acceptance during training")
     seed: int = opt(0, "seed of synthesis and of the split")

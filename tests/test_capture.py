@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.capture import Conversation, by_tokens, capture
-from drafters.target import States
+from drafters.target import Prefix, States
 from recipes.errors import RunError
 from tests.tiny import LAYERS, L, conversations, load_target, plain_model, write_target
 
@@ -46,6 +46,22 @@ def test_batched_capture_equals_row_by_row_transformers(folder, reference, batch
         assert got.split == row.split and got.final_at.tolist() == supervised
 
 
+@pytest.mark.parametrize("common", [3, 4, 20])
+def test_rows_that_begin_alike_equal_row_by_row_transformers(folder, reference, common):
+    """A system message before every row is computed once (from four tokens on), and no state differs for it."""
+    head = [(5 * i) % 37 + 3 for i in range(common)]
+    rows = [Conversation(r.id, r.split, head + [40 + n] + r.ids, [0] * (common + 1) + r.turns, r.tail, r.finish)
+            for n, r in enumerate(ROWS)]
+    target = load_target(folder, "float32", LAYERS)
+    assert target.prefix([r.ids for r in rows]).length == (common if common >= 4 else 0)
+    traced, bad = capture(target, rows, 150, torch.float32)
+    assert bad == {}
+    for got, row in zip(traced, rows):
+        taps, final = reference(row.ids, LAYERS)
+        torch.testing.assert_close(got.taps, taps, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got.final, final[got.final_at], rtol=1e-4, atol=1e-4)
+
+
 def test_first_and_other_taps_are_transformers_hidden_states(folder, reference):
     """hidden_states[0] is the embedding; the ids mean the same for first and middle layers (case 01)."""
     layers = [0, 1, L - 1]
@@ -61,6 +77,9 @@ class Fake:
 
     def __init__(self, fault=None) -> None:
         self.fault, self.widths = fault, []
+
+    def prefix(self, rows) -> Prefix:
+        return Prefix()
 
     def forward(self, ids, positions, cache=None, rows=None, logits=True) -> States:
         assert not logits and positions.equal(torch.arange(ids.shape[1]).expand_as(ids))

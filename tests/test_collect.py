@@ -10,11 +10,13 @@ import pytest
 import yaml
 
 from data import collect
+from data.chat import prompt_ids
 from data.collect import COMMAND
 from data.generate import Answer
-from data.prompts import hold_out, read_jsonl
+from data.prompts import Prompt, hold_out, read_jsonl
 from data.store import TraceReader
 from recipes.cli import run
+from recipes.loader import load_recipe
 from tests.tiny import CHATML, chat_tokenizer, llama, write_prompts, write_recipe, write_target
 
 TEXTS = [f"tell me in a few simple words how one forecasts {thing} for the next day" for thing in
@@ -289,3 +291,17 @@ def test_full_disk_is_refused_before_the_first_shard(world, tmp_path, capsys, mo
 def test_resolved_recipe_is_written_beside_the_traces(world):
     """A run says with which settings it was made (case 36)."""
     assert yaml.safe_load((world[2].parent / "recipe.yaml").read_text())["generation"]["max_tokens"] == 8
+
+
+@pytest.mark.parametrize("own, split, marked", [(True, "train", True), (True, "validation", False),
+                                                (False, "train", False)])
+def test_user_turn_of_the_target_itself_is_marked(world, tmp_path, own, split, marked):
+    """-1 over exactly the user text and its end token, in training rows whose user turn the target wrote."""
+    recipe, _ = fresh(tmp_path, world)
+    collector = collect.Collector(load_recipe(recipe, {}))
+    messages = [{"role": "user", "content": "is it wet?"}]
+    ids = prompt_ids(collector.target.tokenizer, messages)
+    turns = collector.prompt_turns(Prompt("p", messages, own=own), ids, split)
+    text = "".join(collector.target.tokenizer.decode([i]) for i, turn in zip(ids, turns) if turn == -1)
+    assert text == ("is it wet?<|im_end|>" if marked else "")
+    assert len(turns) == len(ids) and set(turns) <= {0, -1}

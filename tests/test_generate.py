@@ -81,6 +81,25 @@ def test_sampled_rows_equal_the_slow_reference(target, reference):
     assert answers == [slow(reference, r, ENDS, LIMIT, seed=7) for r in asked]
 
 
+@pytest.mark.parametrize("common, batch", [(3, 3), (4, 3), (11, 3), (11, 9)])
+def test_rows_that_begin_alike_equal_the_slow_reference(target, reference, common, batch):
+    """A system message before every prompt is computed once (from four tokens on); freed rows, dummies and
+    compaction leave it alone."""
+    head = [(5 * i) % 37 + 3 for i in range(common)]
+    asked = [Request(f"r{i}", head + [20 + i] + p, s, 2) for i, (p, s) in enumerate(zip(prompts(6), MIXED))]
+    assert target.prefix([r.prompt for r in asked]).length == (common if common >= 4 else 0)
+    answers = Generator(target, LIMIT, batch, seed=7, end_ids=ENDS).run(asked)
+    assert answers == [slow(reference, r, ENDS, LIMIT, seed=7) for r in asked]
+
+
+def test_prompts_that_are_all_alike_keep_a_token_of_their_own(target, reference):
+    """One prompt sampled many times, as in self-synthesis: the last prompt token is each row's own."""
+    asked = [Request(f"r{i}", list(range(3, 12)), WARM) for i in range(5)]
+    assert target.prefix([r.prompt for r in asked]).length == 8
+    answers = Generator(target, LIMIT, 3, seed=7, end_ids=ENDS).run(asked)
+    assert answers == [slow(reference, r, ENDS, LIMIT, seed=7) for r in asked]
+
+
 @settings(max_examples=8, deadline=None)
 @given(order=st.permutations(range(6)), count=st.integers(1, 6), batch=st.integers(1, 7))
 def test_sampled_rows_do_not_depend_on_their_neighbours(target, order, count, batch):

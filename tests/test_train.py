@@ -14,13 +14,15 @@ from tiny import LAYERS, conversations, load_target, write_recipe, write_target,
 from data.batching import collate, plan_for
 from data.capture import Conversation
 from data.store import TraceReader
+from drafters import checkpoint
+from drafters.base import Batch, loss_mask
 from drafters.registry import entry, options_of
 from eval.metrics import Acceptance
 from recipes.errors import ConfigError, RunError
 from recipes.loader import load_recipe
 from train import checkpoints, loop
 from train.launch import start
-from train.loop import Trainer, trained_parameters
+from train.loop import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +153,11 @@ def test_signal_on_one_rank_waits_for_the_others(build, monkeypatch):
     assert checkpoints.steps_in(trainer.folder) == [4]
 
 
+def trained_parameters(drafter) -> dict[str, torch.Tensor]:
+    """What the optimizer should hold: exactly the drafter's trainable parameters (case 62)."""
+    return {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+
+
 def gradient(trainer: Trainer, monkeypatch) -> dict[str, torch.Tensor]:
     """The gradient that the first step hands to the optimizer."""
     found = {}
@@ -181,6 +188,17 @@ def test_accumulation_is_the_mean_over_positions(build, base, monkeypatch, rows,
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-6)
 
 
+def test_own_prompts_are_learnt_only_where_asked(build, monkeypatch):
+    """Turn -1, the user turn that the target wrote itself, carries no loss by default; with train.own_prompts it is
+    a turn of its own: nothing is predicted from it into the answer."""
+    turns = torch.tensor([[0, -1, -1, -1, 0, 1, 1, 1]])
+    monkeypatch.setattr(loop, "collate", lambda rows: Batch(torch.ones(1, 8, dtype=torch.long), turns.clone(),
+                                                            torch.zeros(1, 8, 96), torch.zeros(1, 8, 32)))
+    found = {own: loss_mask(build(train__own_prompts=own).load([0]).turns, 0)[0].nonzero()[:, 0].tolist()
+             for own in (False, True)}
+    assert found == {False: [4, 5], True: [0, 1, 4, 5]}
+
+
 def test_batch_without_loss_changes_nothing(build, base):
     """A step whose only row has no supervised position leaves weights, decay and moments alone and is counted;
     every other step changes the weights (case 41)."""
@@ -205,7 +223,7 @@ def test_optimizer_and_checkpoint_hold_the_drafter_only(build, head):
     held = [id(p) for group in trainer.optimizer.param_groups for p in group["params"]]
     wanted = trained_parameters(trainer.drafter)
     assert sorted(held) == sorted(map(id, wanted.values())) and ("lm_head.weight" in wanted) == head
-    folder = checkpoints.best(trainer.folder)
+    folder = checkpoint.best(trainer.folder)
     names = set(load_file(folder / "drafter.safetensors")) | set(load_file(folder / "state" / "model.safetensors"))
     assert names == {n for n, _ in trainer.drafter.named_parameters()} | {"d2t", "t2d"}
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
@@ -222,7 +240,7 @@ def test_best_is_by_acceptance_not_loss(build, monkeypatch):
     assert [row["mean_length"] for row in trainer.progress.curve] == pytest.approx([1.2, 1.8, 1.5, 1.4, 1.3, 1.3])
     assert trainer.progress.curve[-1]["train_loss"] < trainer.progress.curve[1]["train_loss"]
     assert checkpoints.steps_in(trainer.folder) == [4, 10, 12]
-    assert checkpoints.best(trainer.folder) == trainer.folder / "step-000004"
+    assert checkpoint.best(trainer.folder) == trainer.folder / "step-000004"
 
 
 def test_training_mode_after_validation(build, monkeypatch):
@@ -264,9 +282,9 @@ def test_kill_between_rename_and_best(build, saved):
     """A kill after the checkpoint's rename loses no best: the next start writes best.json again."""
     (saved.folder / "best.json").unlink()
     with pytest.raises(ConfigError, match="run `make train` first"):
-        checkpoints.best(saved.folder)
+        checkpoint.best(saved.folder)
     build(train__epochs=0.2).resume()
-    assert checkpoints.best(saved.folder).name == "step-000001"
+    assert checkpoint.best(saved.folder).name == "step-000001"
 
 
 def test_half_written_checkpoints_are_not_seen(saved):

@@ -76,7 +76,7 @@ def write_traces(run: Path, model: Path, rows: list[Conversation]) -> Path:
     assert not bad
     shards = run / "traces" / "shards"
     shards.mkdir(parents=True)
-    write_shard(shards, "shard-00000", traced, torch.float32, {})
+    write_shard(shards, "shard-00000", traced, torch.float32, {}, "tiny")
     counts = Counter(t for r in rows if r.split == "train" for t, turn in zip(r.ids, r.turns) if turn)
     write_json(run / "traces" / "manifest.json", {
         "format": FORMAT, "key": "tiny", "target": target.fingerprint(), "model": str(model), "layers": LAYERS,

@@ -19,7 +19,6 @@ from recipes.files import sync_folder, write_json
 from recipes.provenance import difference
 
 NAME = re.compile(r"step-(\d{6,})")
-BEST = "best.json"
 
 
 @dataclass
@@ -41,23 +40,10 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(m.group(1)) for p in folder.iterdir() if (m := NAME.fullmatch(p.name)))
 
 
-def path_of(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:06d}"
-
-
-def best(folder: Path) -> Path:
-    """The checkpoint with the best replayed acceptance. ConfigError where nothing was trained."""
-    try:
-        step = json.loads((folder / BEST).read_text(encoding="utf-8"))["step"]
-    except (OSError, ValueError, KeyError):
-        raise ConfigError(f"{folder / BEST}: no trained drafter here; run `make train` first") from None
-    return path_of(folder, step)
-
-
 def save(accelerator: Accelerator, folder: Path, progress: Progress, drafter: Any, origin: dict[str, Any],
          settings: dict[str, Any], keep: int) -> None:
     """Writes one checkpoint on all ranks together, points best.json at the best, and drops old ones."""
-    final = path_of(folder, progress.step)
+    final = checkpoint.path_of(folder, progress.step)
     temporary = folder / f".{final.name}.tmp"
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -79,14 +65,14 @@ def save(accelerator: Accelerator, folder: Path, progress: Progress, drafter: An
 def point_best(folder: Path, progress: Progress) -> None:
     """best.json for this state of the run; repeated on a resume, since a kill can fall between the two writes."""
     if progress.best_step >= 0:
-        write_json(folder / BEST, {"step": progress.best_step, "mean_length": progress.best_length})
+        write_json(folder / checkpoint.BEST, {"step": progress.best_step, "mean_length": progress.best_length})
 
 
 def prune(folder: Path, keep: int, best_step: int) -> None:
     """Deletes all but the last `keep` checkpoints and the best."""
     for step in steps_in(folder)[:-keep]:
         if step != best_step:
-            shutil.rmtree(path_of(folder, step))
+            shutil.rmtree(checkpoint.path_of(folder, step))
 
 
 def latest(folder: Path, settings: dict[str, Any], ranks: int) -> tuple[Path, Progress] | None:
@@ -94,7 +80,7 @@ def latest(folder: Path, settings: dict[str, Any], ranks: int) -> tuple[Path, Pr
     steps = steps_in(folder)
     if not steps:
         return None
-    path = path_of(folder, steps[-1])
+    path = checkpoint.path_of(folder, steps[-1])
     try:
         stored = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
         progress = Progress(**stored["progress"])

@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from data.batching import Plan, collate
@@ -80,9 +79,10 @@ class Trainer:
     def step(self) -> str:
         """One optimizer step; returns a line of figures. A step without a supervised position changes nothing."""
         section, step, began = self.section, self.progress.step, time.perf_counter()
-        micro = [self.load(rows) for rows in self.plan.micro_batches(step, self.accelerator.process_index)]
+        parts = self.plan.micro_batches(step, self.accelerator.process_index)
+        micro = [self.load(rows) for rows in parts]
         local = torch.tensor([float(sum(self.drafter.count(b) for b in micro)), float(self.signalled),
-                              float(sum((b.turns.shape[0] * b.turns.shape[1]) for b in micro))], dtype=torch.float64)
+                              float(sum(self.reader.tokens(i) for rows in parts for i in rows))], dtype=torch.float64)
         supervised, stop, tokens = self.accelerator.reduce(local.to(self.accelerator.device), "sum").tolist()
         self.stop = stop > 0
         rate = cosine(step, self.total, section.warmup_steps, section.lr, section.min_lr_share)
@@ -171,8 +171,3 @@ class Trainer:
                    TextColumn("{task.fields[note]}"), TimeRemainingColumn())
         return Progress(*columns, console=Console(stderr=True, quiet=not self.accelerator.is_main_process),
                         disable=not self.accelerator.is_main_process)
-
-
-def trained_parameters(drafter: Any) -> dict[str, Tensor]:
-    """What the optimizer holds: exactly the drafter's trainable parameters (case 62)."""
-    return {name: p for name, p in drafter.named_parameters() if p.requires_grad}
