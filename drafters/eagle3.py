@@ -279,13 +279,16 @@ def initialise(drafter: Eagle3) -> None:
 def copy_last_layer(drafter: Eagle3, target: Any) -> None:
     """Warm start: the target's last layer and final norm, `fc` close to the identity on the last tap.
 
-    The hidden half of q, k and v takes the target's weights; the embedding half stays small and random.
+    The hidden half of q, k and v takes the target's weights. What has no counterpart there, the embedding half and
+    the other taps, starts at a twentieth of its random size: few traces never wash out the noise it would add.
     Raises ConfigError where the target's last layer has other sizes or names.
     """
     layer, own, H = target.model.get_decoder().layers[-1], drafter.midlayer, drafter.shape.hidden_size
     try:
         for name in ("q_proj", "k_proj", "v_proj"):
-            getattr(own.self_attn, name).weight[:, H:].copy_(getattr(layer.self_attn, name).weight)
+            weight = getattr(own.self_attn, name).weight
+            weight[:, :H].mul_(0.05)
+            weight[:, H:].copy_(getattr(layer.self_attn, name).weight)
         own.self_attn.o_proj.weight.copy_(layer.self_attn.o_proj.weight)
         for name in ("gate_proj", "up_proj", "down_proj"):
             getattr(own.mlp, name).weight.copy_(getattr(layer.mlp, name).weight)
@@ -295,4 +298,5 @@ def copy_last_layer(drafter: Eagle3, target: Any) -> None:
     except (AttributeError, RuntimeError) as error:
         raise ConfigError(f"drafter.options.start = target_layer: the target's last layer does not fit "
                           f"({error}); use start: random") from None
+    drafter.fc.weight.mul_(0.05)
     drafter.fc.weight[:, -H:].add_(torch.eye(H, device=drafter.fc.weight.device))
