@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from recipes.errors import ConfigError
 from recipes.schema import Recipe
-
-STRICT = ConfigDict(extra="forbid", strict=False)
 
 
 def parse_into(cls: type, values: dict[str, Any], where: str) -> Any:
@@ -95,10 +93,10 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Re
     """
     values = read_yaml(Path(path))
     check_keys(Recipe, values, str(path), "")
-    known = [name for name, _, _ in flags(Recipe)]
+    known = {name: default for name, default, _ in flags(Recipe)}
     for name, text in (overrides or {}).items():
         if name not in known and not name.startswith("drafter.options."):
-            raise ConfigError(f"--{name}: unknown option{nearest(name, '', {n: None for n in known})}")
+            raise ConfigError(f"--{name}: unknown option{nearest(name, '', known)}")
         node = values
         *parents, leaf = name.split(".")
         for part in parents:
@@ -106,7 +104,7 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Re
             if not isinstance(node, dict):
                 raise ConfigError(f"{path}: --{name}: {part} = {node!r} in the file is not a mapping")
         try:
-            node[leaf] = yaml.safe_load(text)
+            node[leaf] = text if isinstance(known.get(name), str) else yaml.safe_load(text)  # a name may be 123
         except yaml.YAMLError:
             node[leaf] = text
     recipe = parse_into(Recipe, values, str(path))

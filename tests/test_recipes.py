@@ -98,10 +98,11 @@ def test_unreadable_file(tmp_path, content):
 
 
 def test_overrides(tmp_path):
-    """Flags win over the file and are typed: 1e-4 is a number, lists and drafter options work."""
+    """Flags win over the file and are typed: 1e-4 is a number, a name of digits is text, lists and drafter options work."""
     path = write(tmp_path, "train: {lr: 0.5, epochs: 2}\ndrafter: {options: {depth: 2}}")
     recipe = load_recipe(path, {"train.lr": "1e-4", "trace.layers": "[1, 2, 3]", "drafter.options.depth": "4",
-                                "drafter.options.step_decay": "1e-1", "target.skinny_linear": "false"})
+                                "drafter.options.step_decay": "1e-1", "target.skinny_linear": "false", "name": "123"})
+    assert recipe.name == "123"  # text stays text
     assert recipe.train.lr == 1e-4 and recipe.train.epochs == 2 and recipe.trace.layers == [1, 2, 3]
     assert recipe.target.skinny_linear is False
     options = options_of("eagle3", recipe.drafter.options)

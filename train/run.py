@@ -39,7 +39,7 @@ def track(accelerator: Accelerator, recipe: Recipe, folder: Path) -> None:
         return
     keyed = "online" if os.environ.get("WANDB_API_KEY") else "offline"
     settings = {"wandb": {"name": recipe.name, "id": recipe.name, "resume": "allow", "dir": str(folder),
-                          "mode": os.environ.get("WANDB_MODE", keyed)}}
+                          "mode": os.environ.get("WANDB_MODE", keyed), "settings": {"silent": True}}}
     accelerator.init_trackers("drafthouse", config=flat(asdict(recipe)), init_kwargs=settings)
 
 
