@@ -52,6 +52,20 @@ def pack(mask: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(valid, order, 0), valid
 
 
+def draw(carries: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A random `share` of each row's carrying positions: (index [B, p], weight [B, p]) into [B, P].
+
+    A row of n keeps ceil(share * n), each with the same chance and the weight n / kept, so that a weighted sum over
+    the kept ones is in expectation the sum over all. Padding has weight 0.
+    """
+    counts = carries.sum(1)
+    kept = torch.ceil(share * counts.double()).long()
+    chance = torch.rand(carries.shape, generator=generator).to(carries.device).masked_fill(~carries, -1.0)
+    index = chance.argsort(dim=1, descending=True)[:, : max(int(kept.max()), 1)]
+    real = torch.arange(index.shape[1], device=carries.device)[None] < kept[:, None]
+    return index, real * (counts / kept.clamp_min(1))[:, None]
+
+
 def take(values: Tensor, at: Tensor) -> Tensor:
     """values [B, S, ...] at positions [B, P] -> [B, P, ...]."""
     index = at.reshape(*at.shape, *[1] * (values.dim() - 2)).expand(*at.shape, *values.shape[2:])

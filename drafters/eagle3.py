@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from drafters import vocab
-from drafters.base import Batch, LossOutput, loss_mask, pack, take
+from drafters.base import Batch, LossOutput, draw, loss_mask, pack, take
 from drafters.layers import GatedMLP, RMSNorm, Shape
 from drafters.losses import feature_distance, soft_cross_entropy, step_weights
 from drafters.propose import ChainSession, UnrollMemory, unroll
@@ -33,6 +33,7 @@ class Options:
     depth: PositiveInt = opt(3, "K: unrolled steps of the training-time test")
     first_depth: PositiveInt = opt(1, "unrolled steps at the start of the run")
     deepen_at: float = opt(0.25, "share of the run after which all `depth` steps are unrolled")
+    depth_share: PositiveFloat = opt(1.0, "share of the positions that goes on from each unrolled step, at random")
     step_decay: PositiveFloat = opt(0.8, "weight of step k is step_decay^k")
     start: Literal["target_layer", "random"] = opt("target_layer", "copy the target's last layer, or start at random")
     outside_vocabulary: Literal["keep", "drop"] = opt("keep", "loss where the target's token is not in D")
@@ -161,7 +162,8 @@ class Eagle3(nn.Module):
     def forward(self, batch: Batch, progress: float = 1.0, seed: int = 0) -> LossOutput:
         """Loss of the training-time test: at depth k the chain of t predicts x[t+2+k], taught by the target at t+1+k.
 
-        Only positions that carry loss get queries, MLP and head; the rest lend their step-0 keys.
+        Only positions that carry loss get queries, MLP and head; the rest lend their step-0 keys. With depth_share < 1
+        a random share of the chains goes on from each step, weighted up, so the loss stays the same in expectation.
         """
         depth, S = self.depth_at(progress), batch.ids.shape[1]
         at, valid = pack(loss_mask(batch.turns, 0))
@@ -171,11 +173,21 @@ class Eagle3(nn.Module):
         def ahead(k: int) -> Tensor:
             return (at + k).clamp(max=S - 1)
 
+        generator = torch.Generator().manual_seed(seed + 1)
+        scale = valid.float()  # [B, P] weight of each chain
+
+        def thin(k: int) -> Tensor:
+            nonlocal at, valid, scale
+            index, weight = draw(loss_mask(batch.turns, k).gather(1, at) & valid, self.options.depth_share, generator)
+            at, valid, scale = at.gather(1, index), weight > 0, scale.gather(1, index) * weight
+            return index
+
         state = self.noisy(self.fuse(batch.taps), seed)
         following = F.pad(batch.ids[:, 1:], (0, 1))
         positions = torch.arange(S, device=at.device).expand_as(batch.ids)
         steps = unroll(self, state, following, positions, UnrollMemory(at), depth,
-                       choose=lambda k, logits: batch.ids.gather(1, ahead(k + 2)), select=at)
+                       choose=lambda k, logits: batch.ids.gather(1, ahead(k + 2)), select=at,
+                       thin=thin if self.options.depth_share < 1 else None)
         sums, losses, hits, counts = [], [], [], []
         for k, ((output, logits), weight) in enumerate(zip(steps, step_weights(depth, self.options.step_decay))):
             carries = loss_mask(batch.turns, k).gather(1, at) & valid
@@ -184,10 +196,10 @@ class Eagle3(nn.Module):
             per_position = soft_cross_entropy(picked, take(teacher, ahead(k + 1))[carries])
             if self.options.outside_vocabulary == "drop":
                 per_position = per_position * inside.gather(1, ahead(k + 2))[carries]
-            sums.append(weight * per_position.sum())
+            sums.append(weight * (scale[carries] * per_position).sum())
             if self.options.feature_loss:
                 distance = feature_distance(self.norm(output[carries]), take(batch.final, ahead(k + 1))[carries])
-                sums.append(weight * self.options.feature_loss * distance.sum())
+                sums.append(weight * self.options.feature_loss * (scale[carries] * distance).sum())
             losses.append(per_position.detach().sum())
             hits.append((self.draft_ids[picked.detach().argmax(-1)] == label).sum())
             counts.append(carries.sum())

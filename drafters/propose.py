@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.base import Draft
+from drafters.base import Draft, take
 from drafters.cache import RowStore
 
 
@@ -27,13 +27,14 @@ class Memory(Protocol):
 
 
 def unroll(drafter: Any, state: Tensor, tokens: Tensor, positions: Tensor, memory: Memory, depth: int,
-           choose: Callable[[int, Tensor], Tensor], select: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+           choose: Callable[[int, Tensor], Tensor], select: Tensor | None = None,
+           thin: Callable[[int], Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (output state [B, p, H], logits [B, p, D]) of `depth` successive draft steps.
 
     state [B, q, H] with the token that follows each position, `tokens` [B, q]. The first step writes keys for
     all q positions and computes outputs only for `select` [B, p] (None: all); later steps go on from those,
     one rotary position further each, with the tokens that `choose(k, logits)` names: the target's own in
-    training, the drafter's in decoding.
+    training, the drafter's in decoding. thin(k) names which of the p positions go on to step k, [B, p'] (None: all).
     """
     for k in range(depth):
         state = drafter.step(state, drafter.embed(tokens), positions, memory, select)
@@ -44,6 +45,10 @@ def unroll(drafter: Any, state: Tensor, tokens: Tensor, positions: Tensor, memor
         if k + 1 < depth:
             tokens = choose(k, logits)
             state, positions = drafter.feedback(state), positions + 1
+            if thin is not None:
+                going = thin(k + 1)
+                state, tokens, positions = take(state, going), take(tokens, going), take(positions, going)
+                memory.go_on(going)
 
 
 class UnrollMemory:
@@ -58,11 +63,20 @@ class UnrollMemory:
         self.block: tuple[Tensor, Tensor] | None = None
         self.own: list[tuple[Tensor, Tensor]] = []
 
+    def go_on(self, going: Tensor) -> None:
+        """Only these of the P chains go on, [B, P']."""
+        self.at = take(self.at, going)
+        self.mask()
+        self.own = [tuple(take(part.transpose(1, 2), going).transpose(1, 2) for part in pair) for pair in self.own]
+
+    def mask(self) -> None:
+        columns = torch.arange(self.block[0].shape[2], device=self.at.device)
+        self.hidden = columns[None, None, :] > self.at[:, :, None]  # [B, P, S]
+
     def write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         if self.block is None:
             self.block = keys.transpose(1, 2), values.transpose(1, 2)  # [B, nkv, S, hd]
-            columns = torch.arange(keys.shape[1], device=keys.device)
-            self.hidden = columns[None, None, :] > self.at[:, :, None]  # [B, P, S]
+            self.mask()
         else:
             self.own.append((keys.transpose(1, 2), values.transpose(1, 2)))  # [B, nkv, P, hd]
 

@@ -1,5 +1,7 @@
 """EAGLE-3's loss and its chains against the slow reference, in true float64, and what must not leak into them."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from eagle3_reference import SlowEagle3, slow_loss
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.chat import loss_positions
-from drafters.base import Batch, LossOutput, loss_mask, pack
+from drafters.base import Batch, LossOutput, draw, loss_mask, pack
 from drafters.eagle3 import Eagle3, Options, Shape
 from drafters.propose import UnrollMemory, unroll
 from recipes.errors import ConfigError
@@ -219,6 +221,36 @@ def test_depth_grows_with_the_run():
     assert [drafter.depth_at(x) for x in (0.0, 0.49, 0.5, 1.0)] == [2, 2, 3, 3]
     assert drafter_with(depth=1, first_depth=2, deepen_at=0.5).depth_at(0.0) == 1
     assert len(drafter(batch_of(TURNS), progress=0.1).depth_loss) == 2
+
+
+def test_thinned_chains_give_the_whole_loss_on_average():
+    """One chain of six goes on from depth 0, by the seed: six outcomes whose mean loss and mean gradient are exactly
+    those of all chains, later depths with their own keys included."""
+    batch = batch_of([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1]])
+    assert int(loss_mask(batch.turns, 1).sum()) == 6
+    whole, gradients = run(drafter_with(), batch)
+    thinned, outcomes = drafter_with(depth_share=0.01), {}
+    for seed in range(80):
+        out = thinned(batch, 1.0, seed)
+        found = torch.autograd.grad(out.loss_sum, [p for p in thinned.parameters() if p.requires_grad])
+        assert out.depth_count.tolist()[:2] == [7, 1]
+        outcomes[round(out.loss_sum.item(), 6)] = [out.loss_sum.detach(), *found]
+    assert len(outcomes) == 6
+    same([torch.stack(parts).mean(0) for parts in zip(*outcomes.values())], [whole.loss_sum.detach(), *gradients])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=4), st.floats(0.05, 1.0),
+       st.integers(0, 9))
+def test_drawn_positions_carry_and_weigh_as_all(rows, share, seed):
+    """A row keeps ceil(share * n) of its n carrying positions, each once, and their weights add up to n."""
+    carries = torch.tensor(rows)
+    index, weight = draw(carries, share, torch.Generator().manual_seed(seed))
+    for row, at, w in zip(carries, index, weight):
+        kept = at[w > 0].tolist()
+        n = int(row.sum())
+        assert len(kept) == len(set(kept)) == -(-n * Fraction(share) // 1) and row[kept].all()
+        assert float(w.sum()) == pytest.approx(n)
 
 
 def test_noise_is_seeded_and_off_in_evaluation():
