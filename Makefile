@@ -15,7 +15,7 @@ export GOMP_SPINCOUNT ?= 10000
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo        fresh machine to report (15 to 20 minutes on two CPU cores)"
+	@echo "make demo        fresh machine to report (about 16 minutes on two CPU cores)"
 	@echo "make test        fresh machine to green test suite; also: test-slow, lint"
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
 

@@ -38,7 +38,7 @@ class Options:
     start: Literal["target_layer", "random"] = opt("target_layer", "copy the target's last layer, or start at random")
     outside_vocabulary: Literal["keep", "drop"] = opt("keep", "loss where the target's token is not in D")
     hidden_noise: NonNegativeFloat = opt(0.0, "standard deviation of noise on the fused states, relative to their own")
-    feature_loss: NonNegativeFloat = opt(0.0, "weight of the distance to the target's final state, a dense signal for few traces")
+    feature_loss: NonNegativeFloat = opt(0.0, "weight of the distance to the target's final state")
     train_head: bool = opt(True, "train the output head (it starts as the target's)")
     tap_norms: bool = opt(False, "a norm for each tap before fusing (EAGLE-3.1; vLLM only)")
     feedback: Literal["pre_norm", "post_norm"] = opt("pre_norm", "state fed to the next step (post_norm: vLLM only)")

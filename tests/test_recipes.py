@@ -98,7 +98,7 @@ def test_unreadable_file(tmp_path, content):
 
 
 def test_overrides(tmp_path):
-    """Flags win over the file and are typed: 1e-4 is a number, a name of digits is text, lists and drafter options work."""
+    """Flags win over the file and typed: 1e-4 is a number, a name of digits text, lists and drafter options work."""
     path = write(tmp_path, "train: {lr: 0.5, epochs: 2}\ndrafter: {options: {depth: 2}}")
     recipe = load_recipe(path, {"train.lr": "1e-4", "trace.layers": "[1, 2, 3]", "drafter.options.depth": "4",
                                 "drafter.options.step_decay": "1e-1", "target.skinny_linear": "false", "name": "123"})
