@@ -33,7 +33,7 @@ def capture(target: Target, rows: list[Conversation], batch_tokens: int,
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
     traced: dict[int, TraceRow] = {}
     bad: dict[str, str] = {}
-    prefix = target.prefix([row.ids for row in rows]) if rows else Prefix()
+    prefix = target.prefix([row.ids for row in rows])
     shared = prefix.length
     for batch in by_tokens([(i, len(rows[i].ids)) for i in order], batch_tokens):
         width = max(len(rows[i].ids) for i in batch)

@@ -210,7 +210,7 @@ class Collector:
 
     def prompt_turns(self, prompt: Prompt, ids: list[int], split: str) -> list[int]:
         """Turn of each prompt token: 0, and -1 for a training prompt's user turn that the target wrote itself, its end
-        token included. Those tokens are the target's own too, so a drafter may learn from them (train.own_prompts)."""
+        token and a given opening (`starts`) included: a drafter may learn from them too (train.own_prompts)."""
         turns = [0] * len(ids)
         if prompt.own and split == "train":
             start = len(user_header_ids(self.target.tokenizer))

@@ -7,11 +7,11 @@ Legend: B rows, S sequence, P loss positions, H hidden, Ht target hidden, n taps
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -24,6 +24,8 @@ from drafters.propose import ChainSession, UnrollMemory, unroll
 from recipes.errors import ConfigError
 from recipes.schema import opt
 
+Share = Annotated[float, Field(gt=0, le=1)]
+
 
 @dataclass
 class Options:
@@ -33,7 +35,7 @@ class Options:
     depth: PositiveInt = opt(3, "K: unrolled steps of the training-time test")
     first_depth: PositiveInt = opt(1, "unrolled steps at the start of the run")
     deepen_at: float = opt(0.25, "share of the run after which all `depth` steps are unrolled")
-    depth_share: PositiveFloat = opt(1.0, "share of the positions that goes on from each unrolled step, at random")
+    depth_share: Share = opt(1.0, "share of the chains that goes on from each step, at random")
     step_decay: PositiveFloat = opt(0.8, "weight of step k is step_decay^k")
     start: Literal["target_layer", "random"] = opt("target_layer", "copy the target's last layer, or start at random")
     outside_vocabulary: Literal["keep", "drop"] = opt("keep", "loss where the target's token is not in D")

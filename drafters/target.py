@@ -183,7 +183,7 @@ class Target:
     def prefix(self, rows: Sequence[list[int]]) -> Prefix:
         """The tokens that all rows begin with (a chat template's system message), through the target once.
         Every row keeps at least one token of its own."""
-        length = min(len(commonprefix(rows)), min(map(len, rows)) - 1)
+        length = min([len(commonprefix(rows)), *(len(row) - 1 for row in rows)])
         if len(rows) < 2 or length < SHARED:
             return Prefix()
         cache = self.new_cache(1, length)

@@ -89,8 +89,7 @@ class Evaluation:
         self.prompts, self.prompts_sha256 = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
         self.target = Target(recipe.target, recipe.trace.layers)
         require_chat_template(self.target)
-        given = recipe.drafter.path
-        self.checkpoint = Path(given) if given else checkpoint.best(self.folder / "checkpoints")
+        self.checkpoint = checkpoint.chosen(recipe.drafter.path, self.folder)
         self.drafter = checkpoint.load(self.checkpoint, self.target)
         self.ids = [prompt_ids(self.target.tokenizer, p.messages) for p in self.prompts]
         room = self.target.max_length - self.section.max_tokens - self.section.draft_length - 1

@@ -60,7 +60,7 @@ def export(recipe: Recipe, folder: Path, layout: str, target: Target, layers: li
     """Writes and proves one layout; does nothing where the same checkpoint was exported and proven before."""
     if layout not in WRITERS:
         raise ConfigError(f"export.formats: {layout!r}: unknown; known layouts: {', '.join(WRITERS)}")
-    source = Path(recipe.drafter.path) if recipe.drafter.path else checkpoint.best(folder / "checkpoints")
+    source = checkpoint.chosen(recipe.drafter.path, folder)
     weights = source / checkpoint.WEIGHTS
     if not weights.is_file():
         raise ConfigError(f"{weights}: no such checkpoint")

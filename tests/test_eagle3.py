@@ -1,7 +1,5 @@
 """EAGLE-3's loss and its chains against the slow reference, in true float64, and what must not leak into them."""
 
-from fractions import Fraction
-
 import pytest
 import torch
 from eagle3_reference import SlowEagle3, slow_loss
@@ -249,7 +247,8 @@ def test_drawn_positions_carry_and_weigh_as_all(rows, share, seed):
     for row, at, w in zip(carries, index, weight):
         kept = at[w > 0].tolist()
         n = int(row.sum())
-        assert len(kept) == len(set(kept)) == -(-n * Fraction(share) // 1) and row[kept].all()
+        assert len(kept) == len(set(kept)) and row[kept].all()
+        assert share * n - 1e-6 < len(kept) < share * n + 1 or n == len(kept) == 0
         assert float(w.sum()) == pytest.approx(n)
 
 
