@@ -129,7 +129,7 @@ class Collector:
             task = bar.add_task("prompts ", total=source.count, note="", completed=0)
             while len(intake.prompts) < wanted:
                 before = len(intake.prompts)
-                rows = min(self.recipe.generation.unit_rows, 16 + (wanted - before) * 5 // 4)
+                rows = min(self.recipe.generation.unit_rows, 16 + (wanted - before) * 4 // 3)
                 requests = [Request(f"s{number}-{i}", header + starts[i % len(starts)], sampling)
                             for i in range(tried, tried + rows)]
                 answers = self.unit("prompts", f"{number}-{unit:05d}", requests, source.max_tokens)

@@ -18,6 +18,7 @@ from data.chat import prompt_ids
 from data.prompts import Prompt, evaluation_prompts
 from drafters import checkpoint
 from drafters.base import Drafter
+from drafters.fast_cpu import use_skinny_linear
 from drafters.target import Target, require_chat_template
 from eval import timing
 from eval.decode import Decoder, Output
@@ -91,6 +92,8 @@ class Evaluation:
         require_chat_template(self.target)
         self.checkpoint = checkpoint.chosen(recipe.drafter.path, self.folder)
         self.drafter = checkpoint.load(self.checkpoint, self.target)
+        if self.target.grouped:
+            use_skinny_linear(self.drafter)
         self.ids = [prompt_ids(self.target.tokenizer, p.messages) for p in self.prompts]
         room = self.target.max_length - self.section.max_tokens - self.section.draft_length - 1
         for prompt, ids in zip(self.prompts, self.ids):

@@ -25,7 +25,7 @@ class Target:
     threads: NonNegativeInt = opt(0, "CPU threads for torch; 0 takes every core this process may use")
     cache_dir: str = opt("runs/cache", "where an embedded target is written once")
     trust_remote_code: bool = opt(False, "run model code that comes with the checkpoint")
-    skinny_linear: bool = opt(True, "CPU: faster products for a few rows (same result up to rounding)")
+    skinny_linear: bool = opt(True, "CPU: weights packed for products with few rows (same result up to rounding)")
 
 
 @dataclass

@@ -14,20 +14,36 @@ from drafters.fast_cpu import SKINNY_ROWS, SkinnyLinear, fold_mask, grouped_atte
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
 def test_skinny_linear_equals_linear(bias, monkeypatch):
-    """nn.Linear's result for 1..64 rows in any leading shape; the fast product is really used for 2..48."""
+    """nn.Linear's result for any number of rows in any leading shape; the packed product is used up to its limit."""
     torch.manual_seed(0)
     plain = nn.Linear(24, 40, bias=bias)
     skinny = SkinnyLinear(24, 40, bias=bias)
     skinny.load_state_dict(plain.state_dict())
-    products, mm = [], torch.mm
-    monkeypatch.setattr(torch, "mm", lambda a, b: products.append(b.shape[1]) or mm(a, b))
-    for rows in range(1, 65):
+    packs, pack = [], SkinnyLinear.pack
+    monkeypatch.setattr(SkinnyLinear, "pack", lambda layer: packs.append(rows) or pack(layer))
+    for rows in range(0, SKINNY_ROWS + 20):
         x = torch.randn(rows, 24)
         for shaped in (x, x[:, None], x[None]):
             ours = skinny(shaped)
             torch.testing.assert_close(ours, plain(shaped), rtol=1e-5, atol=1e-5)
             assert ours.is_contiguous()
-    assert sorted(set(products)) == list(range(2, SKINNY_ROWS + 1))
+    assert sorted(set(packs)) == list(range(1, SKINNY_ROWS + 1))
+
+
+@torch.no_grad()
+def test_a_changed_weight_is_packed_again():
+    """Neither a weight loaded, nor one changed in place, nor one replaced later leaves the old product behind; the
+    packed copy is no part of the state."""
+    torch.manual_seed(0)
+    skinny, x = SkinnyLinear(24, 40), torch.randn(3, 24)
+    for change in (lambda: None, lambda: skinny.load_state_dict(nn.Linear(24, 40).state_dict()),
+                   lambda: skinny.weight.mul_(2), lambda: setattr(skinny, "weight", nn.Parameter(torch.randn(40, 24)))):
+        change()
+        torch.testing.assert_close(skinny(x), x @ skinny.weight.t() + skinny.bias, rtol=1e-5, atol=1e-5)
+        packed = skinny.packed
+        skinny(x)
+        assert skinny.packed is packed
+    assert set(skinny.state_dict()) == {"weight", "bias"}
 
 
 def test_skinny_linear_has_gradients():
@@ -51,6 +67,13 @@ def test_only_plain_float32_layers_are_changed():
     use_skinny_linear(model)
     assert [type(m) for m in model] == [SkinnyLinear, Own, nn.Linear, nn.LayerNorm]
     assert model[0].weight is weight
+
+
+def test_without_onednn_nothing_is_changed(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    model = nn.Sequential(nn.Linear(4, 4))
+    use_skinny_linear(model)
+    assert type(model[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
