@@ -4,6 +4,7 @@ Layer ids follow Hugging Face: `hidden_states[k]` is the state ENTERING layer k.
 after the final norm, applied once. Legend: B rows, q tokens a row, H target hidden size, V vocabulary.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from drafters.cache import RowCache
@@ -223,8 +224,7 @@ class Target:
             "config": sha256_json({k: v for k, v in self.config.to_dict().items() if not k.startswith("_")
                                    and k not in ("transformers_version", "dtype", "name_or_path")}),
             "dtype": self.section.dtype,
-            "tokenizer": sha256_json({"vocab": self.tokenizer.get_vocab(), "added": sorted(
-                str(t) for t in self.tokenizer.added_tokens_decoder.values())}),
+            "tokenizer": sha256_json(tokenizer_state(self.tokenizer)),
             "template": sha256_json(self.tokenizer.chat_template or ""),
         }
 
@@ -235,6 +235,15 @@ class Target:
             return sha256_json({f.name: sha256_file(f) for f in sorted(folder.glob("*.safetensors"))})
         sample = {name: [float(p.flatten()[0]), float(p.float().sum())] for name, p in self.model.named_parameters()}
         return sha256_json(sample)
+
+
+def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> dict:
+    """All that decides how text becomes ids: vocabulary, merges, normaliser, splitting, added tokens (case 30).
+    A tokenizer without the fast library's description counts by its vocabulary and added tokens."""
+    if not tokenizer.is_fast:
+        return {"vocab": tokenizer.get_vocab(), "added": sorted(map(str, tokenizer.added_tokens_decoder.values()))}
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {key: value for key, value in state.items() if key not in ("version", "truncation", "padding")}
 
 
 def require_chat_template(target: Target) -> None:

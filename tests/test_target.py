@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import H, L, V, chat_tokenizer, llama, load_target, write_target
-from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from drafters.target import Target, default_layers, pick_device
+from drafters.target import Target, default_layers, pick_device, tokenizer_state
 from recipes.errors import ConfigError
 from recipes.schema import Target as TargetSection
 
@@ -249,3 +250,28 @@ def test_fingerprint_names_what_changed(folder, tmp_path):
     values = json.loads((longer / "config.json").read_text())
     (longer / "config.json").write_text(json.dumps(values | {"rms_norm_eps": 1e-3}))
     assert changed(load_target(longer, "float32")) == {"config"}
+
+
+@pytest.mark.parametrize("change", [
+    {"normalizer": None},
+    {"pre_tokenizer": {"type": "Digits", "individual_digits": True}},
+    {"post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+], ids=["normalizer", "pre_tokenizer", "post_processor"])
+def test_a_tokenizer_that_splits_otherwise_is_another(folder, tmp_path, change):
+    """Case 30: the vocabulary is the same and the ids of a text may not be: that is another tokenizer."""
+    other = write_target(tmp_path / "m")
+    path = other / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    own, found = load_target(folder, "float32").fingerprint(), load_target(other, "float32").fingerprint()
+    assert {part for part, value in found.items() if own[part] != value} == {"tokenizer"}
+
+
+def test_merges_count_and_padding_does_not():
+    """Case 30: a changed merge is another tokenizer; padding that a caller switched on is not."""
+    plain, merged = (PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, merges)))
+                     for merges in ([], [("a", "b")]))
+    before = tokenizer_state(plain)
+    assert before != tokenizer_state(merged)
+    plain.backend_tokenizer.enable_padding(length=4, pad_id=0, pad_token="a")
+    plain.backend_tokenizer.enable_truncation(3)
+    assert tokenizer_state(plain) == before
