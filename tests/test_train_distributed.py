@@ -180,3 +180,18 @@ def test_sigterm_to_a_process(base, tmp_path):
                           cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 143 and "stopped by SIGTERM, saved; run the same command to go on" in done.stderr
     assert (base / "runs" / "stopped" / "checkpoints" / "step-000003").is_dir()
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launcher(base):
+    """SIGTERM to `accelerate launch`, which passes none on: the training saves and ends as well."""
+    shutil.copytree(base / "runs" / "tiny" / "traces", base / "runs" / "left" / "traces")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *PLAIN, "train/eagle3.py", "--config",
+               str(base / "r.yaml"), "--name", "left", "--train.epochs", "2000", "--train.log_every", "1"]
+    launcher = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL,
+                                stderr=subprocess.PIPE, text=True)
+    next(line for line in launcher.stderr if line.startswith("step 10/"))
+    launcher.terminate()
+    assert "stopped by SIGTERM, saved" in launcher.stderr.read()  # to its end: nobody holds the pipe any more
+    launcher.wait()
+    assert (base / "runs" / "left" / "checkpoints" / "best.json").is_file()

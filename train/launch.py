@@ -1,8 +1,11 @@
 """Starts Accelerate, with DeepSpeed where the launch config says so, on GPUs or on CPU processes over gloo."""
 
+import ctypes
+import importlib
 import os
+import signal
+import sys
 
-import deepspeed
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.tracking import get_available_trackers
@@ -11,6 +14,15 @@ from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from recipes.errors import ConfigError, RunError
 from recipes.schema import Train
 
+SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
+
+
+def end_with_launcher() -> None:
+    """Asks Linux for SIGTERM when the launcher dies: accelerate's single-process launcher passes no signal on, and a
+    training left behind would go on unseen. Processes started without a launcher are left alone."""
+    if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
+
 
 def start(section: Train, tracker: str | None) -> Accelerator:
     """The Accelerator of this process.
@@ -18,6 +30,7 @@ def start(section: Train, tracker: str | None) -> Accelerator:
     Raises RunError where it does not see as many processes as the launcher started: on a machine without a
     GPU, accelerate under DeepSpeed silently makes every process rank 0 of 1.
     """
+    end_with_launcher()
     available = ["none", *map(str, get_available_trackers())]
     if tracker and tracker not in available:
         raise ConfigError(f"train.tracker = {tracker}: not installed or not known; here: {', '.join(available)}")
@@ -29,6 +42,7 @@ def start(section: Train, tracker: str | None) -> Accelerator:
     cpu = not torch.cuda.is_available()
     if cpu and zero:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        deepspeed = importlib.import_module("deepspeed")  # reads the line above; other runs need not load it
         # Its shared-memory reduction would be compiled at the first start, for minutes; gloo serves as well.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         PartialState(cpu=True)
