@@ -15,9 +15,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from data.backends.registry import content_settings, open_backend
+from data.backends.units import Tally, answer_unit
 from data.capture import Conversation, capture
 from data.chat import by_user_turn, prompt_ids, user_header_ids
-from data.generate import Answer, Generator, Request
+from data.generate import Answer, Request
 from data.prompts import Filter, Intake, Prompt, content_id, evaluation_prompts, hold_out, read_jsonl
 from data.sampling import Sampling
 from data.store import FORMAT, bad_rows, row_bytes, shard_complete, write_shard
@@ -48,6 +50,8 @@ class Collector:
         if recipe.generation.max_tokens >= self.limit:
             raise ConfigError(f"generation.max_tokens = {recipe.generation.max_tokens}: leaves no room for a prompt "
                               f"within {self.limit} tokens (trace.max_length and the target's context)")
+        self.backend = open_backend(recipe.generation, self.target)
+        self.tally = Tally()
         self.settings = self.describe()
         self.claim()
 
@@ -58,13 +62,13 @@ class Collector:
         for source in sources:
             if source["kind"] == "jsonl":
                 source["sha256"] = sha256_file(Path(source["path"])) if Path(source["path"]).is_file() else ""
-        settings = {
+        return {
             "target": self.target.fingerprint(), "sources": sources,
             "prompts": {k: v for k, v in asdict(recipe.prompts).items() if k != "sources"},
-            "generation": asdict(recipe.generation), "trace": asdict(recipe.trace) | {"layers": self.target.layers},
+            "generation": content_settings(recipe.generation),
+            "trace": asdict(recipe.trace) | {"layers": self.target.layers},
             "validation_draft_length": recipe.train.validation_draft_length,
         }
-        return settings
 
     def sources(self) -> list[PromptSource]:
         return self.recipe.prompts.sources or [PromptSource(count=256)]
@@ -75,7 +79,8 @@ class Collector:
         try:
             for part in ("prompts", "answers", "shards"):
                 (self.folder / part).mkdir(parents=True, exist_ok=True)
-            if not any(self.folder.glob("*/*.json")):  # nothing was collected yet, whatever was tried
+            collected = {".json", ".jsonl"} & {p.suffix for p in self.folder.glob("*/*")}
+            if not collected:  # nothing yet, whatever was tried
                 write_json(path, self.settings)
         except OSError as error:
             raise ConfigError(f"{self.folder}: cannot write there: {error.strerror}") from None
@@ -132,6 +137,7 @@ class Collector:
                 rows = min(self.recipe.generation.unit_rows, 16 + (wanted - before) * 4 // 3)
                 requests = [Request(f"s{number}-{i}", header + starts[i % len(starts)], sampling)
                             for i in range(tried, tried + rows)]
+                self.tally.asked += rows
                 answers = self.unit("prompts", f"{number}-{unit:05d}", requests, source.max_tokens)
                 self.admit(self.as_prompts(answers, len(header), intake), keep, intake)
                 if len(intake.prompts) == before:
@@ -154,21 +160,11 @@ class Collector:
                 kept.append(Prompt(content_id(messages), messages, "synthesis", own=True))
         return kept
 
-    def unit(self, part: str, name: str, requests: list[Request], max_tokens: int, bar=None) -> list[Answer]:
-        """Answers of one unit: read where it is complete, otherwise generated and written atomically."""
+    def unit(self, part: str, name: str, requests: list[Request], max_tokens: int) -> list[Answer]:
+        """Answers of one unit, read where it is complete; rows that the backend lost are missing, and counted."""
+        allowed = self.tally.allowed(self.recipe.generation.max_lost_share)
         path = self.folder / part / f"{name}.json"
-        key = sha256_json([[r.id, r.prompt, asdict(r.sampling), r.overrun] for r in requests])
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            if stored["key"] == key:
-                return [Answer(**row) for row in stored["answers"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # absent or not readable: this unit is (re)made
-        section = self.recipe.generation
-        generator = Generator(self.target, max_tokens, section.batch_size, section.seed)
-        answers = generator.run(requests, bar or (lambda tokens: None))
-        write_json(path, {"key": key, "answers": [asdict(a) for a in answers]})
-        return answers
+        return self.tally.add(answer_unit(self.backend, path, requests, max_tokens, allowed))
 
     def answers_stage(self, prompts: list[Prompt]) -> list[Conversation]:
         """The target's answer to every user turn; validation rows greedy, with the overrun a replay needs.
@@ -221,6 +217,7 @@ class Collector:
     def round(self, number: int, requests: list[Request]) -> list[Answer]:
         """Answers to one round's requests, in units."""
         section, answers = self.recipe.generation, []
+        self.tally.asked += len(requests)
         with progress_bar() as bar:
             task = bar.add_task("answers ", total=len(requests), note="")
             for start in range(0, len(requests), section.unit_rows):
@@ -285,7 +282,8 @@ class Collector:
             "seed": self.recipe.prompts.seed, "shards": shards, "rows": len(rows), "tokens": tokens,
             "supervised_tokens": sum(counts.values()), "predicted_bytes": size,
             "bytes_per_token": size / tokens, "dropped": dict(intake.dropped),
-            "finish": dict(Counter(c.finish for c in rows)),
+            "finish": dict(Counter(c.finish for c in rows)), "backend": self.recipe.generation.backend,
+            "lost_answers": dict(self.tally.lost), "answer_counts": dict(self.tally.counts),
             "draft_vocabulary_counts": {str(t): n for t, n in sorted(counts.items())},
         }
 
@@ -297,7 +295,8 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     collector.capture_stage(rows, intake)
     write_json(collector.folder / "provenance.json", stamp(asdict(recipe)))
     tokens = sum(len(c.ids) for c in rows)
-    print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.folder}; dropped prompts: {dict(intake.dropped)}")
+    print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.folder}; dropped prompts: {dict(intake.dropped)}, "
+          f"lost answers: {dict(collector.tally.lost)}")
 
 
 COMMAND = Command("make trace", "Collects the target's own answers and hidden states.", main)

@@ -50,7 +50,22 @@ class Prompts:
 
 
 @dataclass
+class Server:
+    base_url: str = opt("", "openai: where the server answers, e.g. http://localhost:8000")
+    model: str = opt("", "openai: the name that it serves the target under; logs: the only model accepted")
+    kind: Literal["vllm", "sglang", "tensorrt-llm", "dynamo", "plain"] = opt(
+        "vllm", "openai: whose request fields it understands; plain is OpenAI's own only (docs/answers.md)")
+    api_key_env: str = opt("", "openai: environment variable that holds the API key; empty sends none")
+    concurrency: PositiveInt = opt(16, "openai: most requests in flight")
+    requests_per_s: NonNegativeFloat = opt(0.0, "openai: most requests begun a second; 0 is no limit")
+    timeout_s: PositiveFloat = opt(600.0, "openai: seconds after which a request without its whole answer is given up")
+    retries: NonNegativeInt = opt(5, "openai: further attempts for a request that failed")
+    backoff_s: PositiveFloat = opt(0.5, "openai: first wait before a further attempt; it doubles, at most a minute")
+
+
+@dataclass
 class Generation:
+    backend: Literal["transformers", "openai", "vllm", "logs"] = opt("transformers", "what writes the answers")
     max_tokens: PositiveInt = opt(128, "longest answer, in tokens")
     temperature: NonNegativeFloat = opt(0.0, "0 is greedy")
     top_k: NonNegativeInt = opt(0, "0 is off")
@@ -58,6 +73,10 @@ class Generation:
     batch_size: PositiveInt = opt(32, "rows decoded together; a finished row is replaced")
     unit_rows: PositiveInt = opt(128, "rows of one atomic unit: what a kill can cost")
     seed: int = opt(0, "seed of sampled answers, combined with each row's id")
+    max_lost_share: float = opt(0.01, "share of requests without a usable answer above which the run stops")
+    server: Server = field(default_factory=Server)
+    engine: dict[str, Any] = opt({}, "vllm: arguments of vllm.LLM, e.g. {gpu_memory_utilization: 0.5}")
+    log: str = opt("", "logs: JSONL file of answers with prompt and answer token ids")
 
 
 @dataclass

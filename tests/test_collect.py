@@ -12,7 +12,7 @@ import yaml
 from data import collect
 from data.chat import prompt_ids
 from data.collect import COMMAND
-from data.generate import Answer
+from data.generate import Answer, Generator
 from data.prompts import Prompt, hold_out, read_jsonl
 from data.store import TraceReader
 from recipes.cli import run
@@ -91,7 +91,7 @@ def forbid_work(monkeypatch) -> None:
     def work(*args, **kwargs):
         raise AssertionError("finished work was done again")
 
-    monkeypatch.setattr(collect, "Generator", work)
+    monkeypatch.setattr(Generator, "run", work)
     monkeypatch.setattr(collect, "capture", work)
 
 
@@ -155,8 +155,8 @@ def test_run_stopped_at_any_write_goes_on_to_the_same_bytes(world, tmp_path, mon
         with pytest.raises(Killed):
             run(COMMAND, ["--config", str(recipe)])
     done = {p.stem for p in (traces / "answers").glob("*.json")}
-    generate = collect.Generator.run
-    monkeypatch.setattr(collect.Generator, "run", lambda self, requests, *rest: (
+    generate = Generator.run
+    monkeypatch.setattr(Generator, "run", lambda self, requests, *rest: (
         asked.extend(r.id for r in requests), generate(self, requests, *rest))[1])
     assert trace(recipe) == 0
     assert content(traces) == content(world[2])

@@ -1,0 +1,1 @@
+"""Where answers come from: one contract (base.py), one table (registry.py), one file a backend."""
