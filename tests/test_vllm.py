@@ -1,0 +1,90 @@
+"""The answer backends against a real vLLM on the CPU. Optional: `make test-vllm` builds the environment it needs."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from tiny import chat_tokenizer, llama, load_target
+
+from data.backends.server import ServerBackend
+from data.backends.units import answer_unit
+from data.generate import Generator, Request
+from data.sampling import Sampling
+from recipes.schema import Generation, Server
+
+pytestmark = pytest.mark.vllm
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+LIMIT, PORT = 12, 18437
+# One process, and threads that do not spin: two spinning ones on a busy machine are several times slower.
+SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE",
+            "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+IN_PROCESS = """
+import json, sys
+from dataclasses import asdict
+from types import SimpleNamespace
+from pathlib import Path
+from data.backends.base import Losses
+from data.backends.engine import EngineBackend
+from data.backends.journal import Journal
+from data.generate import Request
+from recipes.schema import Generation
+folder, out, limit, rows = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+loaded = SimpleNamespace(dtype="float32", model=folder)
+target = SimpleNamespace(path=folder, section=loaded, vocab_size=64, end_ids=[2])
+section = Generation(backend="vllm", engine={"enforce_eager": True, "max_model_len": 128})
+requests = [Request(id, prompt, overrun=overrun) for id, prompt, overrun in rows]
+answers = EngineBackend(section, target).run(requests, limit, Journal(out / "j.jsonl", "k"), Losses(0))
+(out / "answers.json").write_text(json.dumps([asdict(a) for a in answers]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target with heads of 64, the smallest that vLLM's CPU attention takes without padding."""
+    folder = tmp_path_factory.mktemp("target")
+    llama(hidden=256).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def requests() -> list[Request]:
+    return [Request(f"r{i}", [(7 * i + 5 * j) % 30 + 3 for j in range(3 + i % 4)], Sampling(), 3 * (i % 2))
+            for i in range(8)]
+
+
+def test_vllm_server_gives_the_targets_own_greedy_answers(folder, tmp_path):
+    """Name, tokenizer and weights pass the checks at the start, and ids, finish and overrun are our own (case 36)."""
+    target = load_target(folder, "float32")
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "tiny",
+               "--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--port", str(PORT)]
+    process = subprocess.Popen(command, env=os.environ | SETTINGS, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT)
+    try:
+        seen = []
+        for line in process.stdout:
+            seen.append(line)
+            if "Application startup complete" in line:
+                break
+        else:
+            pytest.fail("vLLM ended: " + "".join(seen[-20:]))
+        server = Server(f"http://127.0.0.1:{PORT}", "tiny", concurrency=4)
+        backend = ServerBackend(Generation(backend="openai", server=server), target)
+        unit = answer_unit(backend, tmp_path / "0.json", requests(), LIMIT, 0)
+    finally:
+        process.terminate()
+        process.communicate()
+    assert unit.answers == Generator(target, LIMIT, 1).run(requests()) and unit.counts == {}
+
+
+def test_vllm_in_process_gives_the_targets_own_greedy_answers(folder, tmp_path):
+    """The same ids from `LLM.generate` with token prompts, overrun included (case 22)."""
+    rows = json.dumps([[r.id, r.prompt, r.overrun] for r in requests()])
+    subprocess.run([PYTHON, "-c", IN_PROCESS, folder, tmp_path, str(LIMIT), rows], env=os.environ | SETTINGS,
+                   cwd=ROOT, check=True)
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    expected = Generator(load_target(folder, "float32"), LIMIT, 1).run(requests())
+    assert [(a["tokens"], a["finish"], a["overrun"]) for a in answers] == [
+        (a.tokens, a.finish, a.overrun) for a in expected]
