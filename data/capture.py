@@ -19,6 +19,7 @@ class Conversation:
     turns: list[int]
     tail: list[int]
     finish: str
+    off_policy: bool = False  # the answers were given, not the target's own
 
 
 def capture(target: Target, rows: list[Conversation], batch_tokens: int,
@@ -53,7 +54,7 @@ def capture(target: Target, rows: list[Conversation], batch_tokens: int,
                 bad[row.id] = "NaN or Inf in hidden states"
                 continue
             traced[i] = TraceRow(row.id, row.split, torch.tensor(row.ids), turns, taps,
-                                 final[final_positions(turns)], row.tail)
+                                 final[final_positions(turns)], row.tail, row.off_policy)
     return [traced[i] for i in range(len(rows)) if i in traced], bad
 
 

@@ -15,12 +15,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from data.answers import Answering, check_answers
 from data.backends.registry import content_settings, open_backend
 from data.backends.units import Tally, answer_unit
 from data.capture import Conversation, capture
-from data.chat import by_user_turn, prompt_ids, user_header_ids
+from data.chat import prompt_ids, user_header_ids
 from data.generate import Answer, Request
-from data.prompts import Filter, Intake, Prompt, content_id, evaluation_prompts, hold_out, read_jsonl
+from data.literal import Unrenderable
+from data.prompts import Filter, Intake, Prompt, content_id, evaluation_prompts, read_jsonl
 from data.sampling import Sampling
 from data.store import FORMAT, bad_rows, row_bytes, shard_complete, write_shard
 from drafters.target import Target, require_chat_template
@@ -42,7 +44,9 @@ class Collector:
     """One trace run. Every `*_stage` method returns its result whether it had to work or found it done."""
 
     def __init__(self, recipe: Recipe) -> None:
+        check_answers(recipe)
         self.recipe = recipe
+        self.left_out: dict[str, int] = {}
         self.folder = run_dir(recipe) / "traces"
         self.target = Target(recipe.target, recipe.trace.layers)
         require_chat_template(self.target)
@@ -115,7 +119,11 @@ class Collector:
     def admit(self, rows: list[Prompt], keep: Filter, intake: Intake) -> None:
         section = self.recipe.prompts
         for prompt in rows:
-            tokens = len(prompt_ids(self.target.tokenizer, prompt.messages))
+            try:
+                tokens = len(prompt_ids(self.target.tokenizer, prompt.messages, prompt.tools))
+            except Unrenderable as error:
+                intake.dropped[str(error)] += 1
+                continue
             longest = min(section.max_tokens, self.limit - self.recipe.generation.max_tokens)
             reason = keep.reason(prompt, tokens, section.min_tokens, longest)
             if reason:
@@ -167,52 +175,11 @@ class Collector:
         return self.tally.add(answer_unit(self.backend, path, requests, max_tokens, allowed))
 
     def answers_stage(self, prompts: list[Prompt]) -> list[Conversation]:
-        """The target's answer to every user turn; validation rows greedy, with the overrun a replay needs.
-
-        Turns are answered in rounds, each on the history that the target itself gave, so a conversation of n user
-        turns is n rows whose ids are exactly those of serving. It ends early where an answer was cut by length.
-        """
-        section = self.recipe.generation
-        validation = hold_out([p.id for p in prompts], self.recipe.prompts.validation, self.recipe.prompts.seed)
-        sampling = Sampling(section.temperature, section.top_k, section.top_p)
-        overrun = self.recipe.train.validation_draft_length
-        live = [(p, by_user_turn(p.messages), []) for p in prompts]
-        rows: list[Conversation] = []
-        number = 0
-        while live:
-            requests, histories = [], {}
-            for p, turns, history in live:
-                history += turns[number]
-                ids = prompt_ids(self.target.tokenizer, history)
-                if len(ids) + section.max_tokens > self.limit:
-                    continue
-                held, name = p.id in validation, p.id if number == 0 else f"{p.id}/{number}"
-                requests.append(Request(name, ids, Sampling() if held else sampling, overrun if held else 0))
-                histories[name] = p, turns, history
-            live = []
-            for answer in self.round(number, requests):
-                p, turns, history = histories[answer.id]
-                split = "validation" if p.id in validation else "train"
-                mask = self.prompt_turns(p, answer.prompt, split) + [1] * len(answer.tokens)
-                rows.append(Conversation(answer.id, split, answer.prompt + answer.tokens, mask, answer.overrun,
-                                         answer.finish))
-                if answer.finish == "stop" and number + 1 < len(turns):
-                    text = self.target.tokenizer.decode(answer.tokens[:-1])
-                    live.append((p, turns, [*history, {"role": "assistant", "content": text}]))
-            number += 1
-        if not any(turn > 0 for c in rows for turn in c.turns):
-            raise RunError("no supervised token in any row: the loss mask is empty (case 06)")
+        """Finished rows of all prompts (data/answers.py)."""
+        answering = Answering(self.recipe, self.target, self.limit, self.round)
+        rows = answering.rows(prompts)
+        self.left_out = dict(answering.counts)
         return rows
-
-    def prompt_turns(self, prompt: Prompt, ids: list[int], split: str) -> list[int]:
-        """Turn of each prompt token: 0, and -1 for a training prompt's user turn that the target wrote itself, its end
-        token and a given opening (`starts`) included: a drafter may learn from them too (train.own_prompts)."""
-        turns = [0] * len(ids)
-        if prompt.own and split == "train":
-            start = len(user_header_ids(self.target.tokenizer))
-            stop = next((i for i in range(start, len(ids)) if ids[i] in self.target.end_ids), start - 1)
-            turns[start : stop + 1] = [-1] * (stop + 1 - start)
-        return turns
 
     def round(self, number: int, requests: list[Request]) -> list[Answer]:
         """Answers to one round's requests, in units."""
@@ -284,6 +251,8 @@ class Collector:
             "bytes_per_token": size / tokens, "dropped": dict(intake.dropped),
             "finish": dict(Counter(c.finish for c in rows)), "backend": self.recipe.generation.backend,
             "lost_answers": dict(self.tally.lost), "answer_counts": dict(self.tally.counts),
+            "off_policy": any(c.off_policy for c in rows), "off_policy_rows": sum(c.off_policy for c in rows),
+            "answers_left_out": self.left_out,
             "draft_vocabulary_counts": {str(t): n for t, n in sorted(counts.items())},
         }
 

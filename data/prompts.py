@@ -22,12 +22,14 @@ SHINGLE = 8  # words; two prompts that share most of their 8-word runs are the s
 @dataclass
 class Prompt:
     """A conversation that ends with a user turn. `id` is stable: it depends on the content only. `own`: the target
-    wrote it itself."""
+    wrote it itself. `given`: the answer that the source holds."""
 
     id: str
     messages: list[Message]
     kind: str = ""
     own: bool = False
+    tools: list | None = None
+    given: list[Message] = field(default_factory=list)
 
 
 @dataclass
@@ -72,11 +74,12 @@ def _parse(line: str, where: str) -> Prompt:
         if not isinstance(turn, dict) or turn.get("role") not in ROLES or not isinstance(turn.get("content"), str):
             raise ConfigError(f"{where}: turn {turn!r}: needs `role` ({', '.join(ROLES)}) and text `content`")
     messages = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
+    given: list[Message] = []
     while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
+        given.insert(0, messages.pop())
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise ConfigError(f"{where}: the last turn to be answered must be a user turn with text")
-    return Prompt(str(row.get("id") or content_id(messages)), messages, str(row.get("kind", "")))
+    return Prompt(str(row.get("id") or content_id(messages)), messages, str(row.get("kind", "")), given=given)
 
 
 def evaluation_prompts(name: str, limit: int = 0) -> tuple[list[Prompt], str]:

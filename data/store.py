@@ -30,6 +30,7 @@ class TraceRow:
     otherwise), taps [T, n*H], final [F, H] after the final norm at exactly the positions of `final_at` [F]: those
     whose next token has a turn.
     tail: greedy tokens beyond the answer's end, so that a replay knows what the last drafts met.
+    off_policy: the answers were given (generation.answers: keep), not the target's own.
     """
 
     id: str
@@ -39,6 +40,7 @@ class TraceRow:
     taps: Tensor
     final: Tensor
     tail: list[int]
+    off_policy: bool = False
 
     @property
     def final_at(self) -> Tensor:
@@ -78,7 +80,8 @@ def write_shard(folder: Path, name: str, rows: list[TraceRow], dtype: torch.dtyp
     sync_folder(folder)
     write_json(folder / f"{name}.json", {
         "key": key, "sha256": checksum, "bytes": size, "bad": bad,
-        "rows": [{"id": r.id, "split": r.split, "tokens": len(r.ids), "finals": len(r.final), "tail": r.tail}
+        "rows": [{"id": r.id, "split": r.split, "tokens": len(r.ids), "finals": len(r.final), "tail": r.tail,
+                  "off_policy": r.off_policy}
                  for r in rows],
     })
 
@@ -171,7 +174,7 @@ class TraceReader:
         tokens = slice(place.token, place.token + row["tokens"])
         finals = slice(place.final, place.final + row["finals"])
         return TraceRow(
-            id=row["id"], split=row["split"], tail=row["tail"],
+            id=row["id"], split=row["split"], tail=row["tail"], off_policy=row.get("off_policy", False),
             ids=file.get_slice("ids")[tokens], turns=file.get_slice("turns")[tokens].long(),
             taps=file.get_slice("taps")[tokens], final=file.get_slice("final")[finals],
         )

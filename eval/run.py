@@ -94,7 +94,7 @@ class Evaluation:
         self.drafter = checkpoint.load(self.checkpoint, self.target)
         if self.target.grouped:
             use_skinny_linear(self.drafter)
-        self.ids = [prompt_ids(self.target.tokenizer, p.messages) for p in self.prompts]
+        self.ids = [prompt_ids(self.target.tokenizer, p.messages, p.tools) for p in self.prompts]
         room = self.target.max_length - self.section.max_tokens - self.section.draft_length - 1
         for prompt, ids in zip(self.prompts, self.ids):
             if len(ids) > room:

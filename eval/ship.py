@@ -36,7 +36,8 @@ def compare(recipe: Recipe, target: Target, source: Path, exported: Path) -> dic
     """
     section, K = recipe.export, recipe.eval.draft_length
     prompts, _ = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
-    ids = [prompt_ids(target.tokenizer, prompts[i].messages) for i in spread(prompts, section.check_prompts)]
+    chosen = [prompts[i] for i in spread(prompts, section.check_prompts)]
+    ids = [prompt_ids(target.tokenizer, p.messages, p.tools) for p in chosen]
     drafter = checkpoint.load(source, target)
     outputs = Decoder(target, section.check_tokens).speculative(ids, drafter, K)
     ours = sum((o.acceptance for o in outputs), Acceptance(K))

@@ -66,6 +66,7 @@ class Server:
 @dataclass
 class Generation:
     backend: Literal["transformers", "openai", "vllm", "logs"] = opt("transformers", "what writes the answers")
+    answers: Literal["regenerate", "keep"] = opt("regenerate", "keep: learn from the given answers (off-policy)")
     max_tokens: PositiveInt = opt(128, "longest answer, in tokens")
     temperature: NonNegativeFloat = opt(0.0, "0 is greedy")
     top_k: NonNegativeInt = opt(0, "0 is off")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from data import collect
+from data.answers import prompt_turns
 from data.chat import prompt_ids
 from data.collect import COMMAND
 from data.generate import Answer, Generator
@@ -301,7 +302,7 @@ def test_user_turn_of_the_target_itself_is_marked(world, tmp_path, own, split, m
     collector = collect.Collector(load_recipe(recipe, {}))
     messages = [{"role": "user", "content": "is it wet?"}]
     ids = prompt_ids(collector.target.tokenizer, messages)
-    turns = collector.prompt_turns(Prompt("p", messages, own=own), ids, split)
+    turns = prompt_turns(collector.target, Prompt("p", messages, own=own), ids, split)
     text = "".join(collector.target.tokenizer.decode([i]) for i, turn in zip(ids, turns) if turn == -1)
     assert text == ("is it wet?<|im_end|>" if marked else "")
     assert len(turns) == len(ids) and set(turns) <= {0, -1}

@@ -1,0 +1,129 @@
+"""From prompts to finished rows: the target's own answers, turn by turn, or the given ones. See docs/chat.md."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from data.capture import Conversation
+from data.chat import Message, answer_points, prompt_ids, render, reply_message, truncate, user_header_ids
+from data.generate import Answer, Request
+from data.literal import Unrenderable
+from data.prompts import Prompt, hold_out
+from data.sampling import Sampling
+from drafters.target import Target
+from recipes.errors import ConfigError, RunError
+from recipes.schema import Recipe
+
+Ask = Callable[[int, list[Request]], list[Answer]]
+
+
+def check_answers(recipe: Recipe) -> None:
+    """ConfigError where given answers are asked for of prompts that the target writes itself."""
+    if recipe.generation.answers == "keep" and (
+            not recipe.prompts.sources or any(s.kind == "synthesis" for s in recipe.prompts.sources)):
+        raise ConfigError("generation.answers = keep: a synthesis source has no given answers; use a source with "
+                          "answers, or generation.answers: regenerate")
+
+
+class Answering:
+    """Rows of all prompts. `ask(round, requests)` gets the target's answers; `counts` says what was left out and why.
+
+    Validation rows are always the target's greedy answers, with the overrun that a replay needs: validation measures
+    what serving does. Training rows are the target's answers (generation.answers: regenerate) or the given ones (keep).
+    """
+
+    def __init__(self, recipe: Recipe, target: Target, limit: int, ask: Ask) -> None:
+        self.recipe, self.target, self.limit, self.ask = recipe, target, limit, ask
+        self.counts: Counter = Counter()
+
+    def rows(self, prompts: list[Prompt]) -> list[Conversation]:
+        """Rows in the order of rounds. Raises RunError where no token of any row is supervised (case 06)."""
+        held = hold_out([p.id for p in prompts], self.recipe.prompts.validation, self.recipe.prompts.seed)
+        keep = self.recipe.generation.answers == "keep"
+        rows = [row for p in prompts if keep and p.id not in held for row in self.kept(p)]
+        rows += self.regenerated([p for p in prompts if p.id in held or not keep], held)
+        if not any(turn > 0 for c in rows for turn in c.turns):
+            raise RunError("no supervised token in any row: the loss mask is empty (case 06); left out: "
+                           f"{dict(self.counts)}")
+        return rows
+
+    def kept(self, prompt: Prompt) -> list[Conversation]:
+        """Rows of a prompt whose answers are given: cut at the length limit, marked as off-policy."""
+        try:
+            rendered = render(self.target.tokenizer, prompt.messages + prompt.given, self.target.end_ids, prompt.tools)
+        except Unrenderable as error:
+            self.counts[str(error)] += 1
+            return []
+        rows = []
+        for number, whole in enumerate(rendered):
+            row = truncate(whole, self.limit)
+            if any(row.turns):
+                finish = "stop" if len(row.ids) == len(whole.ids) else "length"
+                name = prompt.id if number == 0 else f"{prompt.id}/{number}"
+                rows.append(Conversation(name, "train", row.ids, row.turns, [], finish, off_policy=True))
+            else:
+                self.counts["given answer beyond the length limit"] += 1
+        return rows
+
+    def regenerated(self, prompts: list[Prompt], held: set[str]) -> list[Conversation]:
+        """The target's answer at every point where it has to speak.
+
+        Turns are answered in rounds, each on the history that the target itself gave, so a conversation of n answers
+        is n rows whose ids are exactly those of serving. It ends early where an answer was cut by length.
+        """
+        rows: list[Conversation] = []
+        live = []
+        for p in prompts:
+            turns, given = answer_points(p.messages)
+            self.counts["given turns kept as context"] += given
+            live.append((p, turns, []))
+        number = 0
+        while live:
+            requests, asked = self.requests(number, live, held)
+            live = []
+            for answer in self.ask(number, requests):
+                p, turns, history = asked[answer.id]
+                split = "validation" if p.id in held else "train"
+                mask = prompt_turns(self.target, p, answer.prompt, split) + [1] * len(answer.tokens)
+                rows.append(Conversation(answer.id, split, answer.prompt + answer.tokens, mask, answer.overrun,
+                                         answer.finish))
+                if number + 1 < len(turns) and answer.finish == "stop":
+                    reply = reply_message(self.target.tokenizer, answer.tokens[:-1])
+                    live.append((p, turns, [*history, reply]))
+                elif number + 1 < len(turns):
+                    self.counts["turns behind an answer cut by length"] += len(turns) - number - 1
+            number += 1
+        self.counts = +self.counts
+        return rows
+
+    def requests(self, number: int, live: list[tuple[Prompt, list, list[Message]]],
+                 held: set[str]) -> tuple[list[Request], dict[str, tuple]]:
+        """Requests of one round and, by their id, what they continue. Counts conversations that cannot go on."""
+        section = self.recipe.generation
+        sampling = Sampling(section.temperature, section.top_k, section.top_p)
+        overrun = self.recipe.train.validation_draft_length
+        requests, asked = [], {}
+        for p, turns, history in live:
+            history = history + turns[number]
+            try:
+                ids = prompt_ids(self.target.tokenizer, history, p.tools)
+            except Unrenderable as error:
+                self.counts[str(error)] += len(turns) - number
+                continue
+            if len(ids) + section.max_tokens > self.limit:
+                self.counts["turns beyond the length limit"] += len(turns) - number
+                continue
+            name, greedy = p.id if number == 0 else f"{p.id}/{number}", p.id in held
+            requests.append(Request(name, ids, Sampling() if greedy else sampling, overrun if greedy else 0))
+            asked[name] = p, turns, history
+        return requests, asked
+
+
+def prompt_turns(target: Target, prompt: Prompt, ids: list[int], split: str) -> list[int]:
+    """Turn of each prompt token: 0, and -1 for a training prompt's user turn that the target wrote itself, its end
+    token and a given opening (`starts`) included: a drafter may learn from them too (train.own_prompts)."""
+    turns = [0] * len(ids)
+    if prompt.own and split == "train":
+        start = len(user_header_ids(target.tokenizer))
+        stop = next((i for i in range(start, len(ids)) if ids[i] in target.end_ids), start - 1)
+        turns[start : stop + 1] = [-1] * (stop + 1 - start)
+    return turns
