@@ -22,6 +22,7 @@ from data.capture import Conversation, capture
 from data.chat import prompt_ids, user_header_ids
 from data.generate import Answer, Request
 from data.literal import Unrenderable
+from data.preview import preview
 from data.prompts import Filter, Intake, Prompt, content_id, evaluation_prompts, read_jsonl
 from data.sampling import Sampling
 from data.store import FORMAT, bad_rows, row_bytes, shard_complete, write_shard
@@ -258,6 +259,9 @@ class Collector:
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:
+    if "preview" in switches:
+        preview(recipe, Collector)
+        return
     collector = Collector(recipe)
     intake = collector.prompts_stage()
     rows = collector.answers_stage(intake.prompts)
@@ -268,7 +272,8 @@ def main(recipe: Recipe, switches: set[str]) -> None:
           f"lost answers: {dict(collector.tally.lost)}")
 
 
-COMMAND = Command("make trace", "Collects the target's own answers and hidden states.", main)
+COMMAND = Command("make trace", "Collects the target's own answers and hidden states.", main, {
+    "preview": "print a few rows with their mask and an estimate of size and time; runs and keeps nothing"})
 
 if __name__ == "__main__":
     run(COMMAND)
