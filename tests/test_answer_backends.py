@@ -107,7 +107,7 @@ def test_settings_that_decide_answers_and_those_that_do_not(tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text("{}\n")
     assert set(content_settings(Generation())) == {"max_tokens", "temperature", "top_k", "top_p", "batch_size",
-                                                   "unit_rows", "seed"}
+                                                   "unit_rows", "seed", "answers"}
     here = Generation(backend="openai", server=Server("http://a", "m"))
     moved = Generation(backend="openai", server=Server("http://b", "m", concurrency=2, retries=0), max_lost_share=0.5)
     other = Generation(backend="openai", server=Server("http://a", "n"))
