@@ -111,6 +111,7 @@ def test_traces_hold_every_prompt_once_with_its_split(world):
         assert row.turns.tolist() == [0] * length + [1] * (len(row.ids) - length)
     manifest = reader.manifest
     assert sum(manifest["finish"].values()) == manifest["rows"] == 10 and manifest["layers"] == [1, 2, 3]
+    assert manifest["own_prompt_tokens"] == 0
     written = sum(p.stat().st_size for p in (world[2] / "shards").glob("*.safetensors"))
     assert abs(written / manifest["predicted_bytes"] - 1) < 0.05
 

@@ -80,7 +80,8 @@ def write_traces(run: Path, model: Path, rows: list[Conversation]) -> Path:
     counts = Counter(t for r in rows if r.split == "train" for t, turn in zip(r.ids, r.turns) if turn)
     write_json(run / "traces" / "manifest.json", {
         "format": FORMAT, "key": "tiny", "target": target.fingerprint(), "model": str(model), "layers": LAYERS,
-        "shards": ["shard-00000"], "draft_vocabulary_counts": {str(t): n for t, n in counts.items()}})
+        "shards": ["shard-00000"], "own_prompt_tokens": sum(turn < 0 for r in rows for turn in r.turns),
+        "draft_vocabulary_counts": {str(t): n for t, n in counts.items()}})
     return run / "traces"
 
 

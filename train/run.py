@@ -33,6 +33,13 @@ def check_traces(reader: TraceReader, target: Target, layers: list[int]) -> None
         raise ConfigError(f"{reader.folder}: traced layers {reader.manifest['layers']}, the recipe wants {layers}")
 
 
+def check_own_prompts(reader: TraceReader, wanted: bool) -> None:
+    """ConfigError where the recipe learns from user turns that the target wrote itself and the traces hold none."""
+    if wanted and reader.manifest.get("own_prompt_tokens") == 0:
+        raise ConfigError(f"train.own_prompts = true: {reader.folder} holds no user turn that the target wrote itself; "
+                          "set it to false, or add a prompt source of kind synthesis")
+
+
 def track(accelerator: Accelerator, recipe: Recipe, folder: Path) -> None:
     """Starts the tracker; wandb stays offline without a key and continues its run on a resume."""
     if recipe.train.tracker == "none":
@@ -62,6 +69,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     reader = TraceReader(folder / "traces")
     target = Target(recipe.target, recipe.trace.layers)
     check_traces(reader, target, target.layers)
+    check_own_prompts(reader, recipe.train.own_prompts)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
     drafter = known.build(options, target, counts, recipe.train.seed)
     origin = {"model": recipe.target.model, "fingerprint": target.fingerprint()}
