@@ -48,6 +48,9 @@ class Answering:
 
     def kept(self, prompt: Prompt) -> list[Conversation]:
         """Rows of a prompt whose answers are given: cut at the length limit, marked as off-policy."""
+        if prompt.ids is not None:
+            self.counts["token ids without a given answer"] += 1
+            return []
         try:
             rendered = render(self.target.tokenizer, prompt.messages + prompt.given, self.target.end_ids, prompt.tools)
         except Unrenderable as error:
@@ -105,7 +108,7 @@ class Answering:
         for p, turns, history in live:
             history = history + turns[number]
             try:
-                ids = prompt_ids(self.target.tokenizer, history, p.tools)
+                ids = p.ids or prompt_ids(self.target.tokenizer, history, p.tools)
             except Unrenderable as error:
                 self.counts[str(error)] += len(turns) - number
                 continue

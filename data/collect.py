@@ -8,37 +8,27 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.answers import Answering, check_answers
 from data.backends.registry import content_settings, open_backend
 from data.backends.units import Tally, answer_unit
 from data.capture import Conversation, capture
-from data.chat import prompt_ids, user_header_ids
+from data.console import progress_bar
 from data.generate import Answer, Request
-from data.literal import Unrenderable
+from data.intake import PromptStage, evaluation_sets, sources_of
 from data.preview import preview
-from data.prompts import Filter, Intake, Prompt, content_id, evaluation_prompts, read_jsonl
-from data.sampling import Sampling
+from data.prompts import Intake, Prompt
+from data.rows import describe_source
 from data.store import FORMAT, bad_rows, row_bytes, shard_complete, write_shard
 from drafters.target import Target, require_chat_template
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError, RunError
-from recipes.files import sha256_file, sha256_json, write_json
+from recipes.files import sha256_json, write_json
 from recipes.provenance import difference, stamp
-from recipes.schema import PromptSource, Recipe
-
-console = Console(stderr=True)
-
-
-def progress_bar() -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                    TextColumn("{task.fields[note]}"), TimeRemainingColumn(), console=console)
+from recipes.schema import Recipe
 
 
 class Collector:
@@ -63,20 +53,15 @@ class Collector:
     def describe(self) -> dict[str, Any]:
         """Everything that decides the traces' content: another value is another trace set (case 30)."""
         recipe = self.recipe
-        sources = [asdict(s) for s in self.sources()]
-        for source in sources:
-            if source["kind"] == "jsonl":
-                source["sha256"] = sha256_file(Path(source["path"])) if Path(source["path"]).is_file() else ""
+        sources = [describe_source(s, f"prompts.sources[{i}]") for i, s in enumerate(sources_of(recipe.prompts))]
         return {
             "target": self.target.fingerprint(), "sources": sources,
+            "evaluation": evaluation_sets(recipe),
             "prompts": {k: v for k, v in asdict(recipe.prompts).items() if k != "sources"},
             "generation": content_settings(recipe.generation),
             "trace": asdict(recipe.trace) | {"layers": self.target.layers},
             "validation_draft_length": recipe.train.validation_draft_length,
         }
-
-    def sources(self) -> list[PromptSource]:
-        return self.recipe.prompts.sources or [PromptSource(count=256)]
 
     def claim(self) -> None:
         """Takes the folder for these settings, or says which setting an earlier run had otherwise."""
@@ -100,74 +85,13 @@ class Collector:
 
     def prompts_stage(self) -> Intake:
         """Prompts of all sources, filtered, with the reasons of those dropped."""
-        held_out, _ = evaluation_prompts("builtin")
-        keep = Filter(held_out)
-        intake = Intake()
-        for number, source in enumerate(self.sources()):
-            if source.kind == "jsonl":
-                rows = read_jsonl(Path(source.path))
-                self.admit(rows[: source.count or len(rows)], keep, intake)
-            else:
-                self.synthesise(number, source, keep, intake)
-        twice = [i for i, n in Counter(p.id for p in intake.prompts).items() if n > 1]
-        if twice:
-            raise ConfigError(f"prompts: id {twice[0]!r} names two different prompts; ids must differ over all sources")
-        if len(intake.prompts) <= self.recipe.prompts.validation:
-            raise ConfigError(f"prompts: {len(intake.prompts)} usable prompts ({dict(intake.dropped)} dropped), but "
-                              f"prompts.validation holds out {self.recipe.prompts.validation}; give more prompts")
-        return intake
+        longest = self.limit - self.recipe.generation.max_tokens
+        return PromptStage(self.recipe, self.target, longest, self.folder, self.written).run()
 
-    def admit(self, rows: list[Prompt], keep: Filter, intake: Intake) -> None:
-        section = self.recipe.prompts
-        for prompt in rows:
-            try:
-                tokens = len(prompt_ids(self.target.tokenizer, prompt.messages, prompt.tools))
-            except Unrenderable as error:
-                intake.dropped[str(error)] += 1
-                continue
-            longest = min(section.max_tokens, self.limit - self.recipe.generation.max_tokens)
-            reason = keep.reason(prompt, tokens, section.min_tokens, longest)
-            if reason:
-                intake.dropped[reason] += 1
-            else:
-                intake.prompts.append(prompt)
-
-    def synthesise(self, number: int, source: PromptSource, keep: Filter, intake: Intake) -> None:
-        """Units of self-written user turns until `count` of them are kept (Xu et al. 2024, Magpie)."""
-        wanted = len(intake.prompts) + source.count
-        header = user_header_ids(self.target.tokenizer)
-        starts = [self.target.tokenizer(t, add_special_tokens=False)["input_ids"] for t in source.starts or [""]]
-        sampling = Sampling(source.temperature, source.top_k, source.top_p)
-        unit = tried = 0
-        with progress_bar() as bar:
-            task = bar.add_task("prompts ", total=source.count, note="", completed=0)
-            while len(intake.prompts) < wanted:
-                before = len(intake.prompts)
-                rows = min(self.recipe.generation.unit_rows, 16 + (wanted - before) * 4 // 3)
-                requests = [Request(f"s{number}-{i}", header + starts[i % len(starts)], sampling)
-                            for i in range(tried, tried + rows)]
-                self.tally.asked += rows
-                answers = self.unit("prompts", f"{number}-{unit:05d}", requests, source.max_tokens)
-                self.admit(self.as_prompts(answers, len(header), intake), keep, intake)
-                if len(intake.prompts) == before:
-                    raise RunError(f"the target wrote no usable prompt in {rows} tries ({dict(intake.dropped)}); "
-                                   "raise prompts.sources max_tokens or use a jsonl source")
-                del intake.prompts[wanted:]
-                bar.update(task, completed=len(intake.prompts) - wanted + source.count)
-                unit, tried = unit + 1, tried + rows
-
-    def as_prompts(self, answers: list[Answer], header: int, intake: Intake) -> list[Prompt]:
-        """User turns from what was sampled behind the user header (`header` tokens); finished ones only."""
-        kept = []
-        for answer in answers:
-            turn = answer.prompt[header:] + answer.tokens[:-1]
-            text = self.target.tokenizer.decode(turn, skip_special_tokens=True).strip()
-            if answer.finish != "stop":
-                intake.dropped["unfinished"] += 1
-            else:
-                messages = [{"role": "user", "content": text}]
-                kept.append(Prompt(content_id(messages), messages, "synthesis", own=True))
-        return kept
+    def written(self, part: str, name: str, requests: list[Request], max_tokens: int) -> list[Answer]:
+        """One unit of self-written user turns."""
+        self.tally.asked += len(requests)
+        return self.unit(part, name, requests, max_tokens)
 
     def unit(self, part: str, name: str, requests: list[Request], max_tokens: int) -> list[Answer]:
         """Answers of one unit, read where it is complete; rows that the backend lost are missing, and counted."""
@@ -251,6 +175,7 @@ class Collector:
             "supervised_tokens": sum(counts.values()),
             "own_prompt_tokens": sum(turn < 0 for c in rows for turn in c.turns), "predicted_bytes": size,
             "bytes_per_token": size / tokens, "dropped": dict(intake.dropped),
+            "normalised": dict(intake.normalised),
             "finish": dict(Counter(c.finish for c in rows)), "backend": self.recipe.generation.backend,
             "lost_answers": dict(self.tally.lost), "answer_counts": dict(self.tally.counts),
             "off_policy": any(c.off_policy for c in rows), "off_policy_rows": sum(c.off_policy for c in rows),

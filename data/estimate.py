@@ -10,11 +10,12 @@ import torch
 from data.answers import prompt_turns
 from data.capture import Conversation
 from data.chat import answer_points, prompt_ids
+from data.intake import sources_of, wanted
 from data.literal import Unrenderable
 from data.prompts import Prompt
 from data.store import row_bytes
 from drafters.target import Target
-from recipes.schema import PromptSource, Recipe
+from recipes.schema import Recipe
 
 
 @dataclass
@@ -70,7 +71,8 @@ class Speed:
 
 def synthetic(recipe: Recipe) -> int:
     """Prompts that the recipe has the target write."""
-    return sum(s.count for s in recipe.prompts.sources or [PromptSource(count=256)] if s.kind == "synthesis")
+    section = recipe.prompts
+    return sum(count or 0 for source, count in zip(sources_of(section), wanted(section)) if source.kind == "synthesis")
 
 
 def marked(turns: list[int]) -> int:
@@ -100,7 +102,7 @@ def workload(recipe: Recipe, target: Target, limit: int, prompts: list[Prompt], 
         for number, part in enumerate(answer_points(prompt.messages)[0]):
             history += part
             try:
-                ids = prompt_ids(target.tokenizer, history, prompt.tools)
+                ids = prompt.ids or prompt_ids(target.tokenizer, history, prompt.tools)
             except Unrenderable:
                 break
             if len(ids) + recipe.generation.max_tokens > limit:

@@ -23,11 +23,12 @@ from data.capture import Conversation
 from data.chat import answer_points
 from data.estimate import Estimate, Speed, bytes_of, extrapolate, marked, synthetic, workload
 from data.generate import Answer, Request
+from data.intake import EVALUATION, sources_of, wanted
 from data.literal import special_tokens
 from data.prompts import Intake, Prompt, hold_out
 from drafters.target import Target
 from recipes.errors import RunError
-from recipes.schema import PromptSource, Recipe
+from recipes.schema import Recipe
 
 SAMPLE = 4  # prompts answered: one alone, then the others together
 SYNTHESISED = 3  # prompts a synthesis source is asked for, in tries of UNIT together
@@ -88,9 +89,12 @@ def preview(recipe: Recipe, make: Callable[[Recipe], Stages], console: Console |
 
 def handful(recipe: Recipe, folder: str) -> Recipe:
     """The recipe with its outputs elsewhere, a few prompts of each synthesis source, and no held-out rows."""
-    sources = [replace(s, count=min(s.count, SYNTHESISED)) if s.kind == "synthesis" else s
-               for s in recipe.prompts.sources or [PromptSource(count=SYNTHESISED)]]
-    return replace(recipe, runs_dir=folder, prompts=replace(recipe.prompts, sources=sources, validation=0),
+    section, own = recipe.prompts, Path(recipe.runs_dir) / recipe.name / EVALUATION
+    sources = [replace(s, count=min(n or 0, SYNTHESISED) if s.kind == "synthesis" else n or 0, weight=1.0)
+               for s, n in zip(sources_of(section), wanted(section))]
+    judged = "builtin" if Path(recipe.eval.prompts).resolve() == own.resolve() else recipe.eval.prompts
+    return replace(recipe, runs_dir=folder, eval=replace(recipe.eval, prompts=judged),
+                   prompts=replace(section, sources=sources, validation=0, evaluation=0, total=0),
                    generation=replace(recipe.generation, unit_rows=min(recipe.generation.unit_rows, UNIT)))
 
 

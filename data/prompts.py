@@ -1,4 +1,7 @@
-"""Where prompts come from: local JSONL, the built-in evaluation set, and the target's own (data/synthesis.py)."""
+"""What a prompt is, the evaluation sets that are judged by, what counts as the same text, and the split.
+
+Training prompts come from data/intake.py.
+"""
 
 import hashlib
 import json
@@ -7,6 +10,7 @@ import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from data.chat import Message
 from recipes.errors import ConfigError, RunError
@@ -16,28 +20,36 @@ HERE = Path(__file__).parent
 BUILTIN = HERE / "eval_prompts.jsonl"
 BUILTIN_SHA256 = (HERE / "eval_prompts.sha256").read_text(encoding="ascii").strip()
 ROLES = ("system", "user", "assistant")
-SHINGLE = 8  # words; two prompts that share most of their 8-word runs are the same prompt
+# Scripts without spaces between words: Thai to Lao, Myanmar, Khmer, kana, CJK ideographs.
+UNSPACED = ("\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+            "\U00020000-\U0003ffff")
+WORD = re.compile(f"[{UNSPACED}]|[^\\W{UNSPACED}]+")
 
 
 @dataclass
 class Prompt:
-    """A conversation that ends with a user turn. `id` is stable: it depends on the content only. `own`: the target
-    wrote it itself. `given`: the answer that the source holds."""
+    """A conversation that ends with the turn to be answered. `id` is stable: the row's own or made of its content.
+
+    `own`: the target wrote it itself. `tools`: definitions that the template renders. `ids`: a prompt that came as
+    token ids and is sent as they are. `given`: the answer that the source holds; the target gives its own.
+    """
 
     id: str
     messages: list[Message]
     kind: str = ""
     own: bool = False
-    tools: list | None = None
+    tools: list[dict[str, Any]] | None = None
+    ids: list[int] | None = None
     given: list[Message] = field(default_factory=list)
 
 
 @dataclass
 class Intake:
-    """Prompts kept and, for the rest, how many were dropped for which reason."""
+    """Prompts kept; of the rest, how many were dropped for which reason; how many were normalised in which way."""
 
     prompts: list[Prompt] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
+    normalised: Counter = field(default_factory=Counter)
 
 
 def content_id(messages: list[Message]) -> str:
@@ -63,7 +75,7 @@ def read_jsonl(path: Path) -> list[Prompt]:
 def _parse(line: str, where: str) -> Prompt:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from None
     if not isinstance(row, dict) or not ({"messages", "prompt"} & set(row)):
         raise ConfigError(f"{where}: each line is an object with `messages` or `prompt`")
@@ -79,7 +91,10 @@ def _parse(line: str, where: str) -> Prompt:
         given.insert(0, messages.pop())
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise ConfigError(f"{where}: the last turn to be answered must be a user turn with text")
-    return Prompt(str(row.get("id") or content_id(messages)), messages, str(row.get("kind", "")), given=given)
+    try:
+        return Prompt(str(row.get("id") or content_id(messages)), messages, str(row.get("kind", "")), given=given)
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where}: invalid unicode: half of a surrogate pair") from None
 
 
 def evaluation_prompts(name: str, limit: int = 0) -> tuple[list[Prompt], str]:
@@ -104,45 +119,18 @@ def evaluation_prompts(name: str, limit: int = 0) -> tuple[list[Prompt], str]:
 
 
 def normalise(text: str) -> str:
-    """Case, width, punctuation and spacing folded: what counts as the same text."""
-    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold()))
+    """Case, width, punctuation and spacing folded: what counts as the same text, as words with spaces between.
+
+    A character of a script that is written without spaces is a word of its own.
+    """
+    return " ".join(WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
-def _shingles(messages: list[Message]) -> set[str]:
-    words = normalise(" ".join(m["content"] for m in messages if m["role"] == "user")).split()
-    return {" ".join(words[i : i + SHINGLE]) for i in range(max(1, len(words) - SHINGLE + 1))}
+def rank(prompt_id: str, seed: int | str) -> bytes:
+    """Place of an id in a seeded order that depends on nothing but the id."""
+    return hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()
 
 
-class Filter:
-    """Keeps a prompt once, of a fitting length, and never one that the evaluation will judge by."""
-
-    def __init__(self, held_out: list[Prompt]) -> None:
-        self.seen: set[str] = set()
-        self.exact = {normalise(p.messages[-1]["content"]) for p in held_out}
-        self.shingles = set().union(*(_shingles(p.messages) for p in held_out)) if held_out else set()
-
-    def reason(self, prompt: Prompt, prompt_tokens: int, shortest: int, longest: int) -> str | None:
-        """Why the prompt is dropped, or None. `prompt_tokens` counts the rendered prompt."""
-        text = normalise(prompt.messages[-1]["content"])
-        if len(text.split()) < 2 or prompt_tokens < shortest:
-            return "too short"
-        if prompt_tokens > longest:
-            return "too long"
-        if text in self.exact or self.overlap(prompt) > 0.5:
-            return "overlaps the evaluation prompts"
-        key = normalise(" ".join(m["content"] for m in prompt.messages))
-        if key in self.seen:
-            return "duplicate"
-        self.seen.add(key)
-        return None
-
-    def overlap(self, prompt: Prompt) -> float:
-        """Share of the prompt's 8-word runs that the evaluation prompts contain."""
-        mine = _shingles(prompt.messages)
-        return len(mine & self.shingles) / len(mine)
-
-
-def hold_out(ids: list[str], count: int, seed: int) -> set[str]:
-    """The `count` ids of the validation split: the smallest by seeded hash, so order and additions do not matter."""
-    ranked = sorted(ids, key=lambda i: hashlib.sha256(f"{seed}:{i}".encode()).digest())
-    return set(ranked[:count])
+def hold_out(ids: list[str], count: int, seed: int | str) -> set[str]:
+    """The `count` ids of a split: the smallest by seeded hash, so order and additions do not matter."""
+    return set(sorted(ids, key=lambda i: rank(i, seed))[:count])

@@ -5,9 +5,12 @@ A section is read by the stage that owns it and is never passed further down as 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def opt(default: Any, help: str) -> Any:
@@ -30,9 +33,23 @@ class Target:
 
 @dataclass
 class PromptSource:
-    kind: Literal["synthesis", "jsonl"] = opt("synthesis", "synthesis: the target writes them; jsonl: a local file")
-    path: str = opt("", "jsonl: the file, one object a line with `messages` or `prompt`")
-    count: NonNegativeInt = opt(0, "prompts to take; 0 is all of a jsonl file")
+    kind: Literal["synthesis", "jsonl", "json", "parquet", "csv", "text", "log", "hub"] = opt(
+        "synthesis", "synthesis: the target writes them; log: JSONL of OpenAI chat requests; hub: a Hub data set; "
+                     "the others: local files (docs/prompts.md)")
+    path: str = opt("", "the local file, or a pattern such as data/*.jsonl whose files are read in name order")
+    name: str = opt("", "hub: the data set's Hub id, or a local data set folder")
+    config: str = opt("", "hub: configuration of the data set; empty is its default")
+    split: str = opt("train", "hub: split of the data set")
+    revision: str = opt("", "hub: branch, tag or commit; empty is the default branch")
+    streaming: bool = opt(False, "hub: read rows over the network instead of downloading whole files; needs `rows`")
+    cache_dir: str = opt("runs/cache/datasets", "hub: the only folder where downloads and caches are written")
+    rows: NonNegativeInt = opt(0, "rows to read at most, from the beginning, before any filter; 0 is all")
+    count: NonNegativeInt = opt(0, "prompts to keep, after the filters: of a file a sample by seeded hash of the id; "
+                                   "0 is all of them, and an error for synthesis without prompts.total")
+    weight: Weight = opt(1.0, "share of prompts.total relative to the other sources' weights")
+    text_field: str = opt("", "field that holds the prompt; empty detects the row's format")
+    id_field: str = opt("id", "field that holds the row's own stable id; empty, or a row without it: from the content")
+    separator: str = opt("\n", "text: what stands between prompts; a newline is one a line, two are one a paragraph")
     temperature: NonNegativeFloat = opt(1.0, "synthesis: sampling temperature of the user turn")
     top_p: float = opt(0.95, "synthesis: nucleus of the user turn")
     top_k: NonNegativeInt = opt(0, "synthesis: top-k of the user turn, 0 is off")
@@ -41,12 +58,32 @@ class PromptSource:
 
 
 @dataclass
+class PromptFilters:
+    """Each is a measure of data/filters.py and its bound; the bound itself is kept."""
+
+    max_chars: PositiveInt = opt(100_000, "longest conversation in characters, checked before it is tokenised")
+    min_letters: Share = opt(0.2, "smallest share of letters, of any script, among the characters that are not spaces")
+    max_repeated_lines: Share = opt(0.4, "largest share of characters in lines that stood before; 1 is off")
+    max_repeated_ngrams: Share = opt(0.5, "largest share of 5-word runs that stood before; 1 is off")
+    max_control: Share = opt(0.01, "largest share of control characters other than tab and line breaks; 1 is off")
+    max_broken: Share = opt(0.01, "largest share of replacement characters and code points that are none; 1 is off")
+    near_duplicate: Share = opt(0.8, "Jaccard similarity of 3-word runs from which a prompt repeats a kept one; "
+                                     "0 is off")
+
+
+@dataclass
 class Prompts:
     sources: list[PromptSource] = opt([], "where training prompts come from; empty is one synthesis source of 256")
+    total: NonNegativeInt = opt(0, "prompts to keep in all, divided by the sources' weights; a source that has fewer "
+                                   "than its part is an error; 0: each source gives its `count`")
     min_tokens: NonNegativeInt = opt(4, "shortest rendered prompt kept, in tokens; one word is always too short")
     max_tokens: PositiveInt = opt(512, "longest rendered prompt kept, in tokens")
+    max_bad_share: Share = opt(0.1, "share of a source's rows that are no conversation above which the run stops")
+    filters: PromptFilters = field(default_factory=PromptFilters)
     validation: NonNegativeInt = opt(16, "prompts held out to validate acceptance during training")
-    seed: int = opt(0, "seed of synthesis and of the split")
+    evaluation: NonNegativeInt = opt(0, "prompts kept out of the traces and written to runs/<name>/evaluation.jsonl, "
+                                        "which eval.prompts may name")
+    seed: int = opt(0, "seed of synthesis, of the samples of files and of the split")
 
 
 @dataclass

@@ -103,6 +103,15 @@ def test_prompt_holds_one_beginning_token_and_equals_the_serving_ids():
     assert ids == tokenizer.apply_chat_template(TALK[:2], add_generation_prompt=True, return_dict=False)
 
 
+
+def test_prompt_renders_the_tools_of_its_row():
+    """Tool definitions reach the template, as a server hands them over (case 27)."""
+    tokenizer = chat_tokenizer("{% if tools %}{{ tools[0]['function']['name'] }} {% endif %}" + CHATML)
+    ids = prompt_ids(tokenizer, TALK[:2], [{"type": "function", "function": {"name": "weather"}}])
+    assert tokenizer.decode(ids).startswith("weather <|im_start|>") and "weather" not in tokenizer.decode(
+        prompt_ids(tokenizer, TALK[:2]))
+
+
 @pytest.mark.parametrize("depth, expected", [(0, [2, 3, 4, 8]), (1, [2, 3]), (2, [2]), (3, [])])
 def test_loss_positions_of_a_hand_written_sample(depth, expected):
     """Twelve tokens, two turns: the last prompt positions (2, 8) carry loss, no turn's end is crossed (case 31)."""

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import prompts
-from data.prompts import BUILTIN, Filter, Prompt, evaluation_prompts, hold_out, normalise, read_jsonl
+from data.filters import Filter
+from data.prompts import BUILTIN, Prompt, evaluation_prompts, hold_out, normalise, read_jsonl
 from recipes.errors import ConfigError, RunError
 from tests.tiny import write_prompts
 
@@ -25,6 +26,9 @@ BAD_LINES = {
     "only an answer": ('{"messages": [{"role": "assistant", "content": "hi"}]}', "must be a user turn"),
     "ends with system": ('{"messages": [{"role": "system", "content": "hi"}]}', "must be a user turn"),
     "blank user text": ('{"prompt": "  "}', "must be a user turn with text"),
+    "half a surrogate pair": ('{"prompt": "smile \\ud83d"}', "invalid unicode"),
+    "a number beyond reading": ("1" * 5000, "not JSON"),
+    "nested too deeply": ("[" * 100_000, "not JSON"),
     "prompt as number": ('{"prompt": 3}', "needs `role`"),
 }
 LONG = "please tell me how the old lighthouse keeper cooked his evening soup on the stormy island"
