@@ -30,7 +30,7 @@ def write_rows(settings: dict[str, Any]) -> None:
     path = Path(settings["path"])
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8", errors="surrogateescape") as f:
+        with open(temporary, "w", encoding="utf-8") as f:
             for row in rows(settings):
                 f.write(json.dumps(row, default=str) + "\n")
             f.flush()

@@ -34,7 +34,7 @@ class Loaded:
     @property
     def label(self) -> str:
         place = self.source.name if self.source.kind == "hub" else self.source.path
-        return f"prompts.sources[{self.number}] ({self.source.kind}{f', {place}' if place else ''})"
+        return f"prompts.sources[{self.number}] {self.source.kind} {place}".rstrip()
 
 
 def load(number: int, source: PromptSource, files: PromptSource, max_bad_share: float) -> Loaded:

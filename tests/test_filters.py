@@ -84,10 +84,10 @@ def test_near_duplicate_differs_in_few_words(changed, similar):
 
 def test_a_shared_system_prompt_makes_no_near_duplicate():
     """A log whose requests share a long system prompt is not one prompt."""
-    keep = Filter([])
-    assert keep.reason(ask("what is new", FOX), 9, 1, 99) is None
-    assert keep.reason(ask("who is there", FOX), 9, 1, 99) is None
-    assert keep.reason(ask("Who is there?", FOX), 9, 1, 99) == "duplicate"
+    keep, shared = Filter([]), f"{FOX} {FOX[::-1]}"  # forty runs, beside which those of a question are few
+    assert keep.reason(ask("what is new", shared), 9, 1, 99) is None
+    assert keep.reason(ask("who is there", shared), 9, 1, 99) is None
+    assert keep.reason(ask("Who is there?", shared), 9, 1, 99) == "duplicate"
 
 
 def test_near_duplicates_of_a_tool_log_differ_in_their_results():

@@ -175,6 +175,8 @@ def test_ids_are_sent_as_they_are_and_checked(tmp_path):
     source = PromptSource(kind="jsonl", path=jsonl(tmp_path / "a", rows))
     intake = stage(tmp_path, [source], max_bad_share=0.5)
     assert intake.prompts[0].ids == good and intake.dropped == {"ids outside the vocabulary": 2}
+    exact = stage(tmp_path, [source], max_bad_share=0.5, max_tokens=len(good))
+    assert [p.ids for p in exact.prompts] == [good], "the length is that of the ids, not of a rendering"
     with pytest.raises(ConfigError, match=r"ids outside the vocabulary 2 \(first: id \w+: the target has 64 tokens\)"):
         stage(tmp_path, [source])
 

@@ -16,6 +16,7 @@ from data.rows import describe_source, files_of
 from data.sources import Loaded, load, shortened, sources_table
 from recipes.errors import ConfigError, RunError
 from recipes.schema import PromptSource
+from tests.fake_hub import FakeHub
 
 TEXTS = ["what is new", "tell me, \"please\", more", "naïve 😀 question"]
 
@@ -200,9 +201,9 @@ def test_table_shows_what_was_found(tmp_path):
     console = Console(width=200, record=True, file=open(os.devnull, "w"))
     console.print(sources_table([read(path, "jsonl"), Loaded(1, PromptSource(count=5))], [2, 5]))
     shown = " ".join(console.export_text().split())
-    for part in (f"prompts.sources[0] (jsonl, {path})", "rows 4", "wanted 2", "prompt 1, ShareGPT 1, messages 1",
+    for part in (f"prompts.sources[0] jsonl {path}", "rows 4", "wanted 2", "prompt 1, ShareGPT 1, messages 1",
                  "with answers 1", "empty system turn left out 1", "none of the fields", "[red]tell me more more",
-                 "prompts.sources[1] (synthesis)", "written by the target"):
+                 "prompts.sources[1] synthesis", "written by the target"):
         assert part in shown
     assert shortened("x" * 60) == "x" * 60 and shortened("x" * 61) == "x" * 57 + "..."
 
@@ -211,24 +212,49 @@ def tree(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("fields", [{}, {"streaming": True, "rows": 2}], ids=["download", "streaming"])
-def test_hub_data_set_writes_below_its_cache_folder_only(tmp_path, monkeypatch, fields):
-    """Read through `datasets` once, then from the run's copy; home and temporary folder stay empty (case 61)."""
-    for name in ("home", "tmp", "run", "set"):
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """A home and a temporary folder that must stay empty, and no other place that the environment names."""
+    for name in ("home", "tmp", "run"):
         (tmp_path / name).mkdir()
-    jsonl(tmp_path / "set" / "train.jsonl", [{"prompt": t} for t in TEXTS])
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+    for name in ("HF_HOME", "XDG_CACHE_HOME", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    source = PromptSource(kind="hub", name=str(tmp_path / "set"), cache_dir=str(tmp_path / "cache"), **fields)
-    path = copy_of(source, "prompts.sources[0]", tmp_path / "run")
+    yield
+    assert tree(tmp_path / "home") == tree(tmp_path / "tmp") == set()
+    assert not [p for p in tree(tmp_path / "cache") if p.startswith("tmp-")]
+
+
+@pytest.mark.parametrize("fields", [{}, {"streaming": True, "rows": 2}], ids=["download", "streaming"])
+def test_hub_data_set_writes_below_its_cache_folder_only(tmp_path, monkeypatch, outside, fields):
+    """Read from a real server once, then from the run's copy; home and temporary folder stay empty (case 61)."""
+    content = "".join(json.dumps({"prompt": t}) + "\n" for t in TEXTS).encode()
+    source = PromptSource(kind="hub", name="some/questions", cache_dir=str(tmp_path / "cache"), **fields)
+    start, folders = hub.subprocess.run, []
+    monkeypatch.setattr(hub.subprocess, "run", lambda command, env, **rest: (
+        folders.extend(env[name] for name in (*hub.FOLDERS, "TMPDIR")), start(command, env=env, **rest))[1])
+    with FakeHub("some/questions", {"train.jsonl": content, "README.md": b"# Questions"}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        path = copy_of(source, "prompts.sources[0]", tmp_path / "run")
+        assert any(asked.endswith("/train.jsonl") for asked in server.asked)
     loaded = load(0, source, PromptSource(kind="jsonl", path=str(path)), 0.0)
     assert texts(loaded) == TEXTS[: fields.get("rows", 3)]
-    assert tree(tmp_path / "home") == tree(tmp_path / "tmp") == set() and tree(tmp_path / "run") == {path.name}
-    assert not [p for p in tree(tmp_path / "cache") if p.startswith("tmp-")]
+    assert tree(tmp_path / "run") == {path.name}
+    assert all(Path(folder).is_relative_to(tmp_path / "cache") for folder in folders) and len(set(folders)) == 6
+    assert any(p.endswith(".arrow") for p in tree(tmp_path / "cache")) == (not fields)
     monkeypatch.setattr(hub.subprocess, "run", None)  # a second run asks nobody
     assert copy_of(source, "prompts.sources[0]", tmp_path / "run") == path
+
+
+def test_hub_data_set_that_breaks_while_read_leaves_no_copy(tmp_path, monkeypatch, outside):
+    """A torn file is one message with its cause; no half copy, no temporary file (case 61)."""
+    source = PromptSource(kind="hub", name="some/questions", cache_dir=str(tmp_path / "cache"))
+    with FakeHub("some/questions", {"train.jsonl": b'{"prompt": "a"}\n{"prompt": ', "README.md": b"x"}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        with pytest.raises(ConfigError, match=r"'some/questions' \(default, train\): .*JSON") as error:
+            copy_of(source, "prompts.sources[0]", tmp_path / "run")
+    assert "\n" not in str(error.value) and tree(tmp_path / "run") == set()
 
 
 @pytest.mark.parametrize("fields, error, message", [
