@@ -103,7 +103,6 @@ def test_prompt_holds_one_beginning_token_and_equals_the_serving_ids():
     assert ids == tokenizer.apply_chat_template(TALK[:2], add_generation_prompt=True, return_dict=False)
 
 
-
 def test_prompt_renders_the_tools_of_its_row():
     """Tool definitions reach the template, as a server hands them over (case 27)."""
     tokenizer = chat_tokenizer("{% if tools %}{{ tools[0]['function']['name'] }} {% endif %}" + CHATML)
