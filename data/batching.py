@@ -1,6 +1,7 @@
 """Training order and batches: a pure function of seed and step, so that a resumed run needs no sampler state."""
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,12 +23,33 @@ def collate(rows: list[TraceRow]) -> Batch:
     return batch
 
 
+def epoch_order(rows: int, shards: Sequence[Hashable], mix: int, seed: int) -> list[int]:
+    """Every index 0..rows-1 once, shuffled by `seed` alone.
+
+    mix 0: all rows at random. Otherwise the shards (`shards[i]` holds row i) are shuffled, taken `mix` at a time, and
+    the rows of such a window shuffled together: at any time `mix` shards are read (two windows where a batch spans
+    their border), instead of all, which a disk or an object store serves better.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def shuffled(items: list) -> list:
+        return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
+
+    if not mix:
+        return shuffled(list(range(rows)))
+    held: dict[Hashable, list[int]] = {}
+    for i in range(rows):
+        held.setdefault(shards[i], []).append(i)
+    queue = shuffled(list(held.values()))
+    return [i for w in range(0, len(queue), mix) for i in shuffled([i for shard in queue[w : w + mix] for i in shard])]
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which rows each optimizer step trains on, on each rank.
 
-    An epoch is a seeded shuffle of all rows cut into global batches of rows * ranks * accumulation; the last
-    one may be short. Rows of a global batch are sorted by length and dealt so that the micro-batches of all
+    An epoch is a seeded order of all rows (`epoch_order`) cut into global batches of rows * ranks * accumulation; the
+    last one may be short. Rows of a global batch are sorted by length and dealt so that the micro-batches of all
     ranks are alike; a rank can get an empty micro-batch, and still takes part in the step.
     """
 
@@ -37,6 +59,9 @@ class Plan:
     ranks: int
     accumulation: int
     seed: int
+    shards: tuple[str, ...] = ()  # of each row; needed where `mix` is not 0
+    mix: int = 0
+    orders: dict[int, list[int]] = field(default_factory=dict, compare=False, repr=False)  # of the epoch in work
 
     @property
     def global_rows(self) -> int:
@@ -50,19 +75,25 @@ class Plan:
         """Optimizer steps of a run of `epochs` passes, at least one."""
         return max(1, round(epochs * self.steps_per_epoch))
 
+    def order(self, epoch: int) -> list[int]:
+        """Positions in `rows` in the order of this epoch."""
+        if epoch not in self.orders:
+            self.orders.clear()
+            self.orders[epoch] = epoch_order(len(self.rows), self.shards, self.mix, self.seed * 1_000_003 + epoch)
+        return self.orders[epoch]
+
     def micro_batches(self, step: int, rank: int) -> list[list[int]]:
         """`accumulation` lists of row indices for optimizer step `step` (from 0) on `rank`."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order = torch.randperm(len(self.rows), generator=generator).tolist()
-        chosen = order[index * self.global_rows : (index + 1) * self.global_rows]
+        chosen = self.order(epoch)[index * self.global_rows : (index + 1) * self.global_rows]
         chosen.sort(key=lambda i: (self.lengths[i], i))
         parts = self.ranks * self.accumulation
         cut = [chosen[p * len(chosen) // parts : (p + 1) * len(chosen) // parts] for p in range(parts)]
         return [[self.rows[i] for i in cut[a * self.ranks + rank]] for a in range(self.accumulation)]
 
 
-def plan_for(reader: TraceReader, batch_rows: int, ranks: int, accumulation: int, seed: int) -> Plan:
-    """The training plan of a trace store's train split."""
+def plan_for(reader: TraceReader, batch_rows: int, ranks: int, accumulation: int, seed: int, mix: int = 0) -> Plan:
+    """The training plan of a trace store's train split; `mix` as in epoch_order."""
     rows = reader.split("train")
-    return Plan(tuple(rows), tuple(reader.tokens(i) for i in rows), batch_rows, ranks, accumulation, seed)
+    return Plan(tuple(rows), tuple(reader.tokens(i) for i in rows), batch_rows, ranks, accumulation, seed,
+                tuple(reader.shard(i) for i in rows), mix)

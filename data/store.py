@@ -168,6 +168,10 @@ class TraceReader:
         """Supervised tokens of a row without reading it."""
         return self.places[index].listed["finals"]
 
+    def shard(self, index: int) -> str:
+        """The shard that holds a row, without reading it."""
+        return self.places[index].shard
+
     def __getitem__(self, index: int) -> TraceRow:
         place = self.places[index]
         file, row = self.files[place.shard], place.listed

@@ -153,6 +153,7 @@ class Train:
     keep: PositiveInt = opt(2, "checkpoints kept besides the best")
     validation_draft_length: PositiveInt = opt(4, "K of the replayed acceptance")
     seed: int = opt(0, "seed of initialisation, order and noise")
+    shuffle_shards: NonNegativeInt = opt(0, "shards whose rows are mixed at a time; 0 shuffles over all of them")
     tracker: str = opt("wandb", "wandb (offline without a key), another accelerate tracker, or none")
     log_every: PositiveInt = opt(10, "optimizer steps between log lines")
 

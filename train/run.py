@@ -75,7 +75,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     origin = {"model": recipe.target.model, "fingerprint": target.fingerprint()}
     del target
     plan = plan_for(reader, recipe.train.batch_rows, accelerator.num_processes, recipe.train.accumulation,
-                    recipe.train.seed)
+                    recipe.train.seed, recipe.train.shuffle_shards)
     harmless = ("tracker", "log_every", "save_every", "keep")  # a resume may change what the weights do not depend on
     trained = {key: value for key, value in asdict(recipe.train).items() if key not in harmless}
     settings = {"train": trained, "drafter": asdict(options), "traces": reader.manifest["key"]}
