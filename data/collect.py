@@ -4,7 +4,6 @@ Run as `python -m data.collect --config RECIPE`. A kill at any moment costs at m
 same command goes on and ends with the same files, because a unit's computation depends on nothing outside it.
 """
 
-import json
 import shutil
 from collections import Counter
 from dataclasses import asdict
@@ -13,21 +12,23 @@ from typing import Any
 import torch
 
 from data.answers import Answering, check_answers
-from data.backends.registry import content_settings, open_backend
+from data.backends.registry import open_backend
 from data.backends.units import Tally, answer_unit
 from data.capture import Conversation, capture
+from data.codec import DTYPES, carrier
 from data.console import progress_bar
 from data.generate import Answer, Request
-from data.intake import PromptStage, evaluation_sets, sources_of
+from data.intake import PromptStage
 from data.preview import preview
 from data.prompts import Intake, Prompt
-from data.rows import describe_source
+from data.settings import claim, describe
 from data.store import FORMAT, bad_rows, row_bytes, shard_complete, write_shard
+from data.writer import BackgroundWriter
 from drafters.target import Target, require_chat_template
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_json, write_json
-from recipes.provenance import difference, stamp
+from recipes.provenance import stamp
 from recipes.schema import Recipe
 
 
@@ -47,41 +48,8 @@ class Collector:
                               f"within {self.limit} tokens (trace.max_length and the target's context)")
         self.backend = open_backend(recipe.generation, self.target)
         self.tally = Tally()
-        self.settings = self.describe()
-        self.claim()
-
-    def describe(self) -> dict[str, Any]:
-        """Everything that decides the traces' content: another value is another trace set (case 30)."""
-        recipe = self.recipe
-        sources = [describe_source(s, f"prompts.sources[{i}]") for i, s in enumerate(sources_of(recipe.prompts))]
-        return {
-            "target": self.target.fingerprint(), "sources": sources,
-            "evaluation": evaluation_sets(recipe),
-            "prompts": {k: v for k, v in asdict(recipe.prompts).items() if k != "sources"},
-            "generation": content_settings(recipe.generation),
-            "trace": asdict(recipe.trace) | {"layers": self.target.layers},
-            "validation_draft_length": recipe.train.validation_draft_length,
-        }
-
-    def claim(self) -> None:
-        """Takes the folder for these settings, or says which setting an earlier run had otherwise."""
-        path = self.folder / "settings.json"
-        try:
-            for part in ("prompts", "answers", "shards"):
-                (self.folder / part).mkdir(parents=True, exist_ok=True)
-            collected = {".json", ".jsonl"} & {p.suffix for p in self.folder.glob("*/*")}
-            if not collected:  # nothing yet, whatever was tried
-                write_json(path, self.settings)
-        except OSError as error:
-            raise ConfigError(f"{self.folder}: cannot write there: {error.strerror}") from None
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise RunError(f"{path}: missing or unreadable; delete {self.folder} to start over") from None
-        changed = difference(earlier, self.settings)
-        if changed:
-            raise ConfigError(f"{self.folder}: traced earlier with other settings: {changed}; "
-                              "use another `name` or delete that folder")
+        self.settings = describe(recipe, self.target)
+        claim(self.folder, self.settings)
 
     def prompts_stage(self) -> Intake:
         """Prompts of all sources, filtered, with the reasons of those dropped."""
@@ -121,7 +89,7 @@ class Collector:
     def capture_stage(self, rows: list[Conversation], intake: Intake) -> None:
         """Manifest first, then every shard that is not complete yet."""
         section = self.recipe.trace
-        dtype = getattr(torch, section.dtype)
+        dtype = DTYPES[section.dtype]
         plan = self.plan_shards(rows, dtype)
         sizes = [self.bytes_of(c, dtype) for c in rows]
         shards = self.folder / "shards"
@@ -133,13 +101,13 @@ class Collector:
             raise RunError(f"{self.folder}: traces need {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
         write_json(self.folder / "manifest.json", self.manifest(rows, intake, list(plan), sum(sizes)))
         bad = 0
-        with progress_bar() as bar:
+        with progress_bar() as bar, BackgroundWriter(write_shard) as writer:
             task = bar.add_task("states  ", total=len(plan), note=f"{sum(sizes) / 1e6:.0f} MB")
             for name, part in plan.items():
                 if name in missing:
-                    traced, faults = capture(self.target, part, section.batch_tokens, dtype)
-                    write_shard(shards, name, traced, dtype, faults, key)
-                bad += bad_rows(shards, name)  # of finished shards too: running again is no way past the gate
+                    traced, faults = capture(self.target, part, section.batch_tokens, carrier(dtype))
+                    writer.put(shards, name, traced, dtype, faults, key)
+                bad += len(faults) if name in missing else bad_rows(shards, name)  # running again is no way past
                 if bad > section.max_bad_share * len(rows):
                     raise RunError(f"{bad} of {len(rows)} rows have NaN or Inf states (trace.max_bad_share = "
                                    f"{section.max_bad_share}); check target.dtype and trace.dtype")
@@ -148,7 +116,7 @@ class Collector:
     def bytes_of(self, row: Conversation, dtype: torch.dtype) -> int:
         finals = sum(turn != 0 for turn in row.turns[1:])
         width = len(self.target.layers) * self.target.hidden
-        return row_bytes(len(row.ids), finals, width, self.target.hidden, dtype.itemsize)
+        return row_bytes(len(row.ids), finals, width, self.target.hidden, dtype)
 
     def plan_shards(self, rows: list[Conversation], dtype: torch.dtype) -> dict[str, list[Conversation]]:
         """Rows of each shard, in order, cut where a shard reaches its size: the same on every run."""
@@ -184,18 +152,22 @@ class Collector:
         }
 
 
-def main(recipe: Recipe, switches: set[str]) -> None:
-    if "preview" in switches:
-        preview(recipe, Collector)
-        return
-    collector = Collector(recipe)
+def collect(collector: Collector) -> None:
+    """All stages; what is finished already is found and kept."""
     intake = collector.prompts_stage()
     rows = collector.answers_stage(intake.prompts)
     collector.capture_stage(rows, intake)
-    write_json(collector.folder / "provenance.json", stamp(asdict(recipe)))
+    write_json(collector.folder / "provenance.json", stamp(asdict(collector.recipe)))
     tokens = sum(len(c.ids) for c in rows)
     print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.folder}; dropped prompts: {dict(intake.dropped)}, "
           f"lost answers: {dict(collector.tally.lost)}")
+
+
+def main(recipe: Recipe, switches: set[str]) -> None:
+    if "preview" in switches:
+        preview(recipe, Collector)
+    else:
+        collect(Collector(recipe))
 
 
 COMMAND = Command("make trace", "Collects the target's own answers and hidden states.", main, {

@@ -5,11 +5,10 @@ Sizes are those that the store writes (data.store.row_bytes); lengths of answers
 
 from dataclasses import dataclass, field, fields
 
-import torch
-
 from data.answers import prompt_turns
 from data.capture import Conversation
 from data.chat import answer_points, prompt_ids
+from data.codec import DTYPES
 from data.intake import sources_of, wanted
 from data.literal import Unrenderable
 from data.prompts import Prompt
@@ -82,8 +81,8 @@ def marked(turns: list[int]) -> int:
 
 def bytes_of(recipe: Recipe, target: Target, tokens: float, finals: float) -> float:
     """Bytes on disk, as data.collect predicts them; linear, so totals will do."""
-    itemsize = getattr(torch, recipe.trace.dtype).itemsize
-    return row_bytes(tokens, finals, len(target.layers) * target.hidden, target.hidden, itemsize)
+    dtype = DTYPES[recipe.trace.dtype]
+    return row_bytes(tokens, finals, len(target.layers) * target.hidden, target.hidden, dtype)
 
 
 def workload(recipe: Recipe, target: Target, limit: int, prompts: list[Prompt], held: set[str],

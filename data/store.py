@@ -1,7 +1,8 @@
 """The trace store: a manifest, then safetensors shards, each complete or absent.
 
 A shard holds whole rows end to end. `NAME.safetensors` is renamed into place first and `NAME.json` (row ids,
-lengths, checksum) after it: a shard without its list does not exist for a reader.
+lengths, checksum) after it: a shard without its list does not exist for a reader. States stored in 8 bits have
+their scales beside them (data/codec.py); the reader returns them as float32.
 Legend: T tokens of a shard, F positions with a stored final state, n*H tapped states, R rows.
 """
 
@@ -16,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.codec import decode, encode, scaled, state_bytes
 from recipes.errors import RunError
-from recipes.files import sha256_file, sync_folder, write_json
+from recipes.files import sha256_file, sha256_json, sync_folder, write_json
 
 FORMAT = "drafthouse.traces/1"
 
@@ -52,21 +54,33 @@ def final_positions(turns: Tensor) -> Tensor:
     return turns[1:].nonzero()[:, 0]
 
 
-def row_bytes(tokens: int, finals: int, taps_width: int, hidden: int, itemsize: int) -> int:
-    """Bytes that one row takes in a shard, headers aside."""
-    return tokens * (8 + 2) + (tokens * taps_width + finals * hidden) * itemsize
+def row_bytes(tokens: int, finals: int, taps_width: int, hidden: int, dtype: torch.dtype) -> int:
+    """Bytes that one row takes in a shard of this storage dtype, headers aside."""
+    return tokens * (8 + 2) + state_bytes(tokens * (taps_width // hidden) + finals, hidden, dtype)
+
+
+def pack(rows: list[TraceRow], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a shard: ids [T], turns [T], taps [T, n*H], final [F, H], for 8 bits taps_scale [T, n] and
+    final_scale [F, 1]."""
+    if not rows:
+        empty = {"taps": torch.zeros(0, 0, dtype=dtype), "final": torch.zeros(0, 0, dtype=dtype)}
+        scales = {"taps_scale": torch.zeros(0, 0), "final_scale": torch.zeros(0, 0)} if scaled(dtype) else {}
+        return {"ids": torch.zeros(0, dtype=torch.long), "turns": torch.zeros(0, dtype=torch.int16)} | empty | scales
+    tensors = {"ids": torch.cat([r.ids for r in rows]).long(), "turns": torch.cat([r.turns for r in rows]).short()}
+    hidden = rows[0].final.shape[1]
+    for part, n in (("taps", rows[0].taps.shape[1] // hidden), ("final", 1)):
+        tensors[part], scales = encode(torch.cat([getattr(r, part) for r in rows]), n, dtype)
+        if scales is not None:
+            tensors[f"{part}_scale"] = scales
+    return tensors
 
 
 def write_shard(folder: Path, name: str, rows: list[TraceRow], dtype: torch.dtype, bad: dict[str, str],
                 key: str | None = None) -> None:
     """Writes rows as one shard: temporary name, fsync, rename, then its list. `bad` names rows left out
-    and why; `key` is the manifest's, which ties the shard to its trace set."""
-    tensors = {
-        "ids": torch.cat([r.ids for r in rows]).long() if rows else torch.zeros(0, dtype=torch.long),
-        "turns": torch.cat([r.turns for r in rows]).to(torch.int16) if rows else torch.zeros(0, dtype=torch.int16),
-        "taps": torch.cat([r.taps for r in rows]).to(dtype) if rows else torch.zeros(0, 0, dtype=dtype),
-        "final": torch.cat([r.final for r in rows]).to(dtype) if rows else torch.zeros(0, 0, dtype=dtype),
-    }
+    and why; `key` is the manifest's, which ties the shard to its trace set.
+    Raises RunError where the file system refuses it (full, read-only); no temporary file is left."""
+    tensors = pack(rows, dtype)
     path = folder / f"{name}.safetensors"
     temporary = folder / f".{name}.tmp"
     try:
@@ -75,15 +89,27 @@ def write_shard(folder: Path, name: str, rows: list[TraceRow], dtype: torch.dtyp
             os.fsync(f.fileno())
         checksum, size = sha256_file(temporary), temporary.stat().st_size
         os.replace(temporary, path)
+        sync_folder(folder)
+        listed = {"name": name, "key": key, "sha256": checksum, "bytes": size, "bad": bad, "rows": [
+            {"id": r.id, "split": r.split, "tokens": len(r.ids), "finals": len(r.final), "tail": r.tail,
+             "off_policy": r.off_policy} for r in rows]}
+        write_json(folder / f"{name}.json", listed | {"list_sha256": list_digest(listed)})
+    except (OSError, SafetensorError) as error:
+        needed = sum(t.nbytes for t in tensors.values()) / 1e6
+        raise RunError(f"{path}: cannot be written ({needed:.0f} MB): {getattr(error, 'strerror', None) or error}; "
+                       "what was finished is kept: make room and run the same command again") from None
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(folder)
-    write_json(folder / f"{name}.json", {
-        "key": key, "sha256": checksum, "bytes": size, "bad": bad,
-        "rows": [{"id": r.id, "split": r.split, "tokens": len(r.ids), "finals": len(r.final), "tail": r.tail,
-                  "off_policy": r.off_policy}
-                 for r in rows],
-    })
+
+
+def list_digest(listed: dict[str, Any]) -> str:
+    """Checksum of a shard's list, itself left out."""
+    return sha256_json({key: value for key, value in listed.items() if key != "list_sha256"})
+
+
+def list_intact(listed: dict[str, Any], name: str) -> bool:
+    """True where the list is as it was written and under its own name; lists before these two fields pass."""
+    return listed.get("name", name) == name and listed.get("list_sha256") in (None, list_digest(listed))
 
 
 def shard_complete(folder: Path, name: str, ids: list[str], key: str) -> bool:
@@ -91,7 +117,7 @@ def shard_complete(folder: Path, name: str, ids: list[str], key: str) -> bool:
     try:
         listed = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         size = (folder / f"{name}.safetensors").stat().st_size
-        own = listed["key"] == key
+        own = listed["key"] == key and list_intact(listed, name)
         present = sorted([r["id"] for r in listed["rows"]] + list(listed["bad"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -113,10 +139,12 @@ class _Place:
 
 
 class TraceReader:
-    """Rows of a finished trace folder by index, read by mmap; every shard's checksum is verified on opening."""
+    """Rows of a finished trace folder by index, read by mmap; every shard's checksum is verified on opening.
+    States come back in their storage precision, those stored in 8 bits as float32."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises RunError where the folder is not a complete store of this format."""
+    def __init__(self, folder: Path, shards: list[str] | None = None) -> None:
+        """Opens the folder, or only the named shards. Raises RunError where they are not a complete store of this
+        format."""
         self.folder = folder
         try:
             self.manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -126,7 +154,8 @@ class TraceReader:
             raise RunError(f"{folder}: format {self.manifest.get('format')!r}, this version reads {FORMAT!r}")
         self.places: list[_Place] = []
         self.files: dict[str, Any] = {}
-        for name in self.manifest["shards"]:
+        self.scaled: dict[str, bool] = {}
+        for name in self.manifest["shards"] if shards is None else shards:
             self.index(name)
         if not self.places:
             raise RunError(f"{folder}: holds no rows")
@@ -147,11 +176,15 @@ class TraceReader:
                 token += row["tokens"]
                 final += row["finals"]
             held = [file.get_slice(part).get_shape()[0] for part in ("ids", "turns", "taps", "final")]
+            self.scaled[name] = "taps_scale" in file.keys()
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             raise RunError(f"{path}: missing or torn; run `make trace` again to write it") from None
         if held != [token, token, token, final]:
             raise RunError(f"{path}: its list counts {token} tokens and {final} final states, the shard holds {held}; "
                            "delete this shard and run `make trace`")
+        if not list_intact(listed, name):
+            raise RunError(f"{shards / f'{name}.json'}: renamed or edited since it was written; delete this shard and "
+                           "run `make trace`")
 
     def __len__(self) -> int:
         return len(self.places)
@@ -172,6 +205,12 @@ class TraceReader:
         """The shard that holds a row, without reading it."""
         return self.places[index].shard
 
+    def states(self, shard: str, part: str, place: slice) -> Tensor:
+        """Stored states of a shard in float precision: [rows of `place`, width]."""
+        file = self.files[shard]
+        scales = file.get_slice(f"{part}_scale")[place] if self.scaled[shard] else None
+        return decode(file.get_slice(part)[place], scales)
+
     def __getitem__(self, index: int) -> TraceRow:
         place = self.places[index]
         file, row = self.files[place.shard], place.listed
@@ -180,5 +219,5 @@ class TraceReader:
         return TraceRow(
             id=row["id"], split=row["split"], tail=row["tail"], off_policy=row.get("off_policy", False),
             ids=file.get_slice("ids")[tokens], turns=file.get_slice("turns")[tokens].long(),
-            taps=file.get_slice("taps")[tokens], final=file.get_slice("final")[finals],
+            taps=self.states(place.shard, "taps", tokens), final=self.states(place.shard, "final", finals),
         )

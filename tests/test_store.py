@@ -188,5 +188,5 @@ def test_predicted_bytes_hold_within_five_per_cent(tmp_path_factory, lengths, dt
     rows = [TraceRow(f"r{i}", "train", torch.zeros(n), torch.tensor([0] * 8 + [1] * (n - 8)),
                      torch.zeros(n, 3 * 32), torch.zeros(n - 8, 32), []) for i, n in enumerate(lengths)]
     write_shard(folder, "s", rows, dtype, {}, "k1")
-    predicted = sum(row_bytes(len(r.ids), len(r.final), 96, 32, dtype.itemsize) for r in rows)
+    predicted = sum(row_bytes(len(r.ids), len(r.final), 96, 32, dtype) for r in rows)
     assert abs((folder / "s.safetensors").stat().st_size / predicted - 1) < 0.05

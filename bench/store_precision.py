@@ -1,0 +1,93 @@
+"""What each storage dtype costs in precision, on the traces of a run that stored float32.
+
+    python bench/store_precision.py --config RECIPE
+
+Reads a seeded sample of rows and prints a table, one line a dtype: bytes per token; relative error of the tapped and
+of the final states (mean over vectors); the teacher distribution softmax(head(final)) from stored against full
+precision: mean and largest KL divergence in nats, share of equal argmax; and, where the run has a trained drafter, its
+replayed acceptance length on the validation rows when it reads decoded states (it was trained on full precision).
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.codec import DTYPES, carrier, decode, encode
+from data.prompts import hold_out
+from data.store import TraceReader, TraceRow, row_bytes
+from drafters import checkpoint
+from drafters.target import Target
+from eval.replay import replay
+from recipes.cli import Command, run
+from recipes.errors import RunError
+from recipes.schema import Recipe
+
+ROWS = 300
+EVERY = 8  # one final state in so many goes through the head
+
+
+def stored(states: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """States [N, n*H] as a reader of this dtype would give them, in float32."""
+    return decode(*encode(states.to(carrier(dtype)), n, dtype)).float()
+
+
+class Decoded:
+    """A reader whose rows went through a storage dtype."""
+
+    def __init__(self, reader: TraceReader, n: int, dtype: torch.dtype) -> None:
+        self.reader, self.n, self.dtype = reader, n, dtype
+
+    def __getitem__(self, index: int) -> TraceRow:
+        row = self.reader[index]
+        return replace(row, taps=stored(row.taps, self.n, self.dtype), final=stored(row.final, 1, self.dtype))
+
+
+def relative(states: Tensor, back: Tensor, n: int) -> float:
+    """Mean over vectors of |back - states| / |states|, euclidean."""
+    states, back = (x.reshape(len(x) * n, -1) for x in (states, back))
+    return float(((back - states).norm(dim=-1) / states.norm(dim=-1)).mean())
+
+
+@torch.inference_mode()
+def teacher(head: torch.nn.Module, final: Tensor, back: Tensor) -> tuple[float, float, float]:
+    """(mean KL, largest KL, share of equal argmax) of the distributions of full and stored final states [N, H]."""
+    divergences, equal = [], 0
+    for full, low in zip(final.split(256), back.split(256)):
+        p, q = (head(x).float().log_softmax(-1) for x in (full, low))
+        divergences.append((p.exp() * (p - q)).sum(-1).clamp_min(0))
+        equal += int((p.argmax(-1) == q.argmax(-1)).sum())
+    kl = torch.cat(divergences)
+    return float(kl.mean()), float(kl.max()), equal / len(final)
+
+
+def main(recipe: Recipe, switches: set[str]) -> None:
+    run_folder = Path(recipe.runs_dir) / recipe.name
+    reader = TraceReader(run_folder / "traces")
+    if reader.manifest["dtype"] != "float32":
+        raise RunError(f"{reader.folder}: stored as {reader.manifest['dtype']}; the comparison needs float32 traces")
+    target = Target(recipe.target, reader.manifest["layers"])
+    n, H = len(target.layers), target.hidden
+    where = {place.listed["id"]: i for i, place in enumerate(reader.places)}
+    rows = [reader[where[i]] for i in sorted(hold_out(list(where), ROWS, 0))]
+    taps, final = torch.cat([r.taps for r in rows]), torch.cat([r.final for r in rows])
+    best = run_folder / "checkpoints" / checkpoint.BEST
+    drafter = checkpoint.load(checkpoint.chosen(recipe.drafter.path, run_folder), target) if (
+        recipe.drafter.path or best.is_file()) else None
+    print(f"{len(rows)} rows, {len(taps)} tokens, {len(final[::EVERY])} of {len(final)} loss positions", flush=True)
+    for name, dtype in DTYPES.items():
+        size = sum(row_bytes(len(r.ids), len(r.final), n * H, H, dtype) for r in rows) / len(taps)
+        back = stored(final, 1, dtype)
+        mean, largest, equal = teacher(target.head, final[::EVERY], back[::EVERY])
+        line = [name, f"{size:.0f}", f"{relative(taps, stored(taps, n, dtype), n):.1e}",
+                f"{relative(final, back, 1):.1e}", f"{mean:.1e}", f"{largest:.1e}", f"{equal:.2%}"]
+        if drafter is not None:
+            counts = replay(drafter, Decoded(reader, n, dtype), reader.split("validation"),
+                            recipe.train.validation_draft_length, target.device, target.dtype)
+            line.append(f"{counts.mean_length:.3f} ({counts.drafts} drafts)")
+        print("| " + " | ".join(line) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    run(Command("store_precision", "Measures what each storage dtype costs in precision.", main))
