@@ -13,13 +13,14 @@ READY := $(VENV)/.ready
 # as slow (docs/results.md): spin for about ten microseconds.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help demo test test-slow test-vllm lint trace train eval export plan compare serve-check doctor publish roi launch bench clean
+.PHONY: help demo test test-slow test-vllm lint trace inspect train eval export plan compare serve-check doctor publish roi launch bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo        fresh machine to report (about 16 minutes on two CPU cores)"
 	@echo "make test        fresh machine to green test suite; also: test-slow, test-vllm, lint"
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
+	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +37,9 @@ demo: $(READY)
 
 trace: $(READY)
 	$(PY) -m data.collect --config $(RECIPE) $(ARGS)
+
+inspect: $(READY)
+	$(PY) -m data.tracetool --config $(RECIPE) $(ARGS)
 
 train: $(READY)
 	@script=$$($(PY) -m train.script --config $(RECIPE) $(ARGS)) && \

@@ -1,0 +1,183 @@
+"""`make inspect`: what a trace folder holds, whether it is whole and right, and how to mend it.
+
+Run as `python -m data.tracetool --config RECIPE [--verify | --repair]`. Inspecting and verifying write nothing. Do not
+repair a folder that another process is writing: its temporary files would be taken for those of a killed run.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from data.capture import Conversation, capture
+from data.codec import DTYPES, error_bound
+from data.collect import Collector, collect
+from data.prompts import hold_out
+from data.settings import describe
+from data.store import TraceReader, TraceRow
+from data.tracecheck import Fault, Findings, check_folder, check_settings
+from drafters.target import Target
+from recipes.cli import Command, run
+from recipes.errors import RunError
+from recipes.schema import Recipe
+from recipes.schema import Trace as TraceSection
+
+# How far one pass of the target may lie from another with other rows beside it, as a share of a state's largest
+# number: sums are taken in another order. docs/store.md says what was measured.
+NOISE = {torch.float32: 1e-4, torch.float16: 0.04, torch.bfloat16: 0.3}
+SHOWN = 16  # hex digits of a fingerprint
+
+console = Console()
+
+
+def recompute(folder: Path, found: Findings, target: Target, section: TraceSection) -> list[Fault]:
+    """Computes `trace.verify_rows` rows of the intact shards again with the target and compares every state.
+
+    Tolerance of each number: the storage dtype's error bound, and NOISE of the target's dtype times the largest
+    number of its state. The rows are the smallest by a hash of trace.verify_seed and id.
+    """
+    at = {row["id"]: name for name in found.intact for row in found.lists[name]["rows"]}
+    chosen = hold_out(list(at), section.verify_rows, section.verify_seed)
+    if not chosen:
+        return []
+    reader = TraceReader(folder, sorted({at[i] for i in chosen}))
+    dtype, faults, worst = DTYPES[found.manifest["dtype"]], [], 0.0
+    for index in range(len(reader)):
+        if reader.places[index].listed["id"] not in chosen:
+            continue
+        row = reader[index]
+        again, bad = capture(target, [Conversation(row.id, row.split, row.ids.tolist(), row.turns.tolist(), row.tail,
+                                                   "")], section.batch_tokens, torch.float32)
+        what = bad.get(row.id, "")
+        if again:
+            ratio, what = compare(row, again[0], dtype, NOISE[target.dtype])
+            worst = max(worst, ratio)
+        if what:
+            faults.append(Fault(f"shards/{reader.shard(index)}.safetensors", row.id, what))
+    console.print(f"recomputed {len(chosen)} rows: largest difference {worst:.2g} of what {found.manifest['dtype']} "
+                  "and the order of sums allow", soft_wrap=True)
+    return faults
+
+
+def compare(stored: TraceRow, again: TraceRow, dtype: torch.dtype, noise: float) -> tuple[float, str]:
+    """The largest difference over its tolerance, and what to say where that is above 1 (or not a number)."""
+    worst, said = 0.0, ""
+    for part, n in (("taps", again.taps.shape[1] // again.final.shape[1]), ("final", 1)):
+        ours, theirs = getattr(stored, part).float(), getattr(again, part)
+        if not theirs.numel():
+            continue
+        largest = theirs.reshape(len(theirs), n, -1).abs().amax(-1)  # [T, n]
+        allowed = error_bound(theirs, n, dtype) + noise * largest.repeat_interleave(theirs.shape[1] // n, 1)
+        share = (ours - theirs).abs() / allowed
+        ratio, wrong = float(share.max()), int((~(share <= 1)).any(1).sum())
+        worst = max(worst, ratio)
+        if wrong:
+            said = said or (f"{part} of {wrong} of {len(theirs)} tokens are not the target's: off by {ratio:.3g} times "
+                            "the tolerance")
+    return worst, said
+
+
+def verify(recipe: Recipe, folder: Path, target: Target) -> Findings:
+    """Every fault of the folder: files, settings against recipe and target, a sample of rows computed again."""
+    found = check_folder(folder)
+    if found.manifest:
+        other = check_settings(folder, found.manifest, describe(recipe, target))
+        found.faults += other
+        if not other:  # the states of another target or of other layers would only repeat it
+            found.faults += recompute(folder, found, target, recipe.trace)
+    return found
+
+
+def report(faults: list[Fault]) -> None:
+    for fault in faults:
+        print(f"fault: {fault}")
+
+
+def remove(folder: Path, faults: list[Fault]) -> None:
+    """Deletes the files at fault; of a shard both, so that it counts as not made. settings.json stays: it says what
+    the folder is."""
+    for file in sorted({f.file for f in faults} - {"settings.json"}):
+        path = folder / file
+        temporary = path.name.startswith(".")
+        both = path.parent.name == "shards" and not temporary
+        for gone in [path.with_suffix(".safetensors"), path.with_suffix(".json")] if both else [path]:
+            if gone.is_file():
+                gone.unlink()
+                print(f"removed: {gone.relative_to(folder)}")
+
+
+def repair(recipe: Recipe, folder: Path) -> Findings:
+    """Removes what is broken and lets the collector make it again, until a verify is clean. A broken manifest is made
+    anew first, since it alone tells which shards are at fault. ConfigError where the folder is of other settings."""
+    collector = Collector(recipe)
+    found = verify(recipe, folder, collector.target)
+    for _ in range(2):
+        if found.faults:
+            report(found.faults)
+            remove(folder, [f for f in found.faults if f.file == "manifest.json"] or found.faults)
+            collect(collector)
+            found = verify(recipe, folder, collector.target)
+    return found
+
+
+def table(folder: Path, found: Findings) -> Table:
+    """What the folder holds, as its manifest and lists say; bytes as they are on the disk."""
+    manifest, lists = found.manifest, found.lists
+    rows = [row for listed in lists.values() for row in listed["rows"]]
+    tokens = sum(row["tokens"] for row in rows)
+    size = sum(p.stat().st_size for p in (folder / "shards").glob("*.safetensors") if p.stem in lists)
+    left_out = sum(len(listed["bad"]) for listed in lists.values())
+    splits = Counter(row["split"] for row in rows)
+    lines: dict[str, Any] = {
+        "model": manifest.get("model", ""),
+        "rows": f"{len(rows)} ({counted(splits)}), {left_out} left out for NaN or Inf",
+        "tokens": f"{tokens}, of them supervised in training {manifest['supervised_tokens']}",
+        "final states": sum(row["finals"] for row in rows),
+        "answers ended by": counted(manifest["finish"]),
+        "prompts dropped": counted(manifest["dropped"]) or "none",
+        "layers": f"{manifest['layers']}, hidden size {manifest['hidden_size']}",
+        "dtype": manifest["dtype"],
+        "bytes": f"{size} ({size / manifest['predicted_bytes'] - 1:+.2%} of predicted)" if size else "0",
+        "bytes per token": f"{size / max(tokens, 1):.0f}",
+        "shards": f"{len(lists)} of {len(manifest['shards'])}",
+        "key": manifest["key"][:SHOWN],
+    } | {f"target {part}": str(value)[:SHOWN] for part, value in manifest["target"].items()}
+    out = Table("traces", str(folder), show_lines=False)
+    for name, value in lines.items():
+        out.add_row(name, str(value))
+    return out
+
+
+def counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in counts.items())
+
+
+def main(recipe: Recipe, switches: set[str]) -> None:
+    folder = Path(recipe.runs_dir) / recipe.name / "traces"
+    if not folder.is_dir():
+        raise RunError(f"{folder}: no traces; run `make trace` first")
+    checks = switches & {"verify", "repair"}
+    if "repair" in switches:
+        found = repair(recipe, folder)
+    elif checks:
+        found = verify(recipe, folder, Target(recipe.target, recipe.trace.layers))
+    else:
+        found = check_folder(folder, content=False)
+    if found.manifest:
+        console.print(table(folder, found))
+    report(found.faults)
+    if found.faults:
+        raise RunError(f"{folder}: {len(found.faults)} faults; `--repair` removes what is broken and makes it again")
+    if checks:
+        print("every checksum, fingerprint and recomputed row holds")
+
+
+COMMAND = Command("make inspect", "Prints what a trace folder holds; checks it; mends it.", main, {
+    "verify": "check every file, fingerprint and tensor, and recompute a sample of rows (trace.verify_rows)",
+    "repair": "remove what is broken and collect it again, then verify"})
+
+if __name__ == "__main__":
+    run(COMMAND)
