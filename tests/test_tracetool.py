@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from data import collect
 from data.capture import capture
 from data.collect import COMMAND as TRACE
+from data.generate import Generator
 from data.prompts import hold_out
 from data.store import TraceReader, list_digest
 from data.tracetool import COMMAND as INSPECT
@@ -227,8 +228,8 @@ def test_damage_is_named_and_repaired(world, copied, capsys, monkeypatch, damage
     assert all(part in faults for part in said), faults
     assert "Traceback" not in out.err and files(traces) == before
     runs, calls = [], []
-    generate = collect.Generator.run
-    monkeypatch.setattr(collect.Generator, "run", lambda *args: runs.append(1) or generate(*args))
+    generate = Generator.run
+    monkeypatch.setattr(Generator, "run", lambda *args: runs.append(1) or generate(*args))
     monkeypatch.setattr(collect, "capture", lambda target, rows, *rest: calls.append(len(rows)) or capture(
         target, rows, *rest))
     sample = "8" if damage is slightly_off else "2"
