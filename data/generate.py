@@ -57,6 +57,9 @@ class _Row:
         return bool(self.finish) and len(self.overrun) >= self.request.overrun
 
 
+TOGETHER = 8  # prompts of a prefill pass at least, where so many rows are free
+
+
 class Generator:
     """Decodes many requests with one target. `refill` free rows are awaited before a prefill is worth it."""
 
@@ -75,13 +78,14 @@ class Generator:
         slots = min(self.batch_size, len(requests))
         prefix = self.target.prefix([r.prompt for r in requests])
         cache = prefix.fill(self.target.new_cache(slots, longest))
-        queue = list(reversed(requests))
+        # By length: prompts that are run together are alike, so that little of the pass is padding.
+        queue = sorted(requests, key=lambda r: len(r.prompt))
         active: list[_Row | None] = [None] * slots
         done: dict[str, Answer] = {}
         while queue or any(active):
             free = [s for s, row in enumerate(active) if row is None]
             if queue and (len(free) >= self.refill or len(free) == len(active)):
-                started = [queue.pop() for _ in free[: len(queue)]]
+                started = [queue.pop() for _ in free[: min(len(queue), max(TOGETHER, self.refill))]]
                 self.prefill(cache, prefix.length, free[: len(started)], started, active, done)
                 progress(len(started))
                 continue

@@ -155,7 +155,27 @@ def test_draining_batch_is_compacted_without_changing_answers(target, monkeypatc
     monkeypatch.setattr(target, "forward", spy_forward)
     assert Generator(target, 16, 6, end_ids=ENDS).run(asked) == alone
     assert kept and widths[0] == 6 and widths[-1] < 6
-    assert kept[0] == [2, 3, 4, 5]
+    by_length = sorted(asked, key=lambda r: len(r.prompt))[::-1]  # the order of the slots
+    going_on = [slot for slot, r in enumerate(by_length) if r.overrun]
+    assert kept[0] == going_on and going_on != [0, 1, 2, 3]
+
+
+def test_prompts_of_a_pass_are_of_like_length(target, monkeypatch):
+    """Prompts run by length, longest first, at most eight together in a small batch; answers keep their order."""
+    shapes, forward = [], target.forward
+
+    def spy(ids, positions, cache=None, rows=None, logits=True):
+        if rows is not None:
+            shapes.append(tuple(ids.shape))
+        return forward(ids, positions, cache, rows, logits)
+
+    asked = requests(14)
+    monkeypatch.setattr(target, "forward", spy)
+    answers = Generator(target, LIMIT, 14, end_ids=ENDS).run(asked)
+    assert [a.id for a in answers] == [r.id for r in asked]
+    assert [rows for rows, _ in shapes] == [8, 6]
+    lengths = sorted((len(r.prompt) for r in asked), reverse=True)
+    assert shapes[0][1] - shapes[1][1] == lengths[0] - lengths[8]
 
 
 def test_progress_counts_every_token_and_no_request_is_no_work(target):
