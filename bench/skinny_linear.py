@@ -32,7 +32,7 @@ def median_ms(works: list) -> list[float]:
     return [statistics.median(record) for record in times]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def main() -> None:
     print(f"threads {torch.get_num_threads()}, OMP_WAIT_POLICY {os.environ.get('OMP_WAIT_POLICY', 'unset')}, "
           f"load {os.getloadavg()[0]:.2f}, torch {torch.__version__}")

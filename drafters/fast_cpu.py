@@ -25,7 +25,8 @@ class SkinnyLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if not 1 <= rows <= SKINNY_ROWS or torch.is_grad_enabled():
+        # An inference tensor keeps no version to tell a changed weight by.
+        if not 1 <= rows <= SKINNY_ROWS or torch.is_grad_enabled() or self.weight.is_inference():
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.pack(), self.bias, "none", [], "")
 

@@ -46,6 +46,17 @@ def test_a_changed_weight_is_packed_again():
     assert set(skinny.state_dict()) == {"weight", "bias"}
 
 
+def test_a_weight_without_a_version_is_not_packed():
+    """Weights made in inference mode cannot tell that they were changed: the plain product is taken."""
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        skinny, x = SkinnyLinear(24, 40), torch.randn(3, 24)
+        skinny(x)
+        skinny.weight.mul_(2)
+        torch.testing.assert_close(skinny(x), x @ skinny.weight.t() + skinny.bias)
+        assert skinny.packed is None
+
+
 def test_skinny_linear_has_gradients():
     """With gradients on, the plain product is taken: training sees no other path."""
     torch.manual_seed(0)
