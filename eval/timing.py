@@ -78,15 +78,17 @@ def generate(target: Target, prompt: list[int], max_tokens: int) -> Output:
     return out
 
 
-def median_ms(work: Callable[[], Any], repeats: int = 9) -> float:
-    """Median milliseconds of a call after one warm-up."""
-    work()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times)
+def medians_in_turns(works: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float]:
+    """Median milliseconds of each call, taken in turns so that all meet the same machine; one round warms up."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(repeats + 1):
+        for name, work in works.items():
+            began = time.perf_counter()
+            work()
+            took = (time.perf_counter() - began) * 1e3
+            if turn:
+                times[name].append(took)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 @torch.inference_mode()
@@ -107,11 +109,12 @@ def step_times(target: Target, drafter: Drafter, context: int, K: int) -> dict[s
         session.observe(verified.taps, ids[:, : K + 1], ahead, torch.tensor([1], device=device))
         session.propose(K)
 
-    return {
-        "target_step_ms": median_ms(lambda: target.forward(ids[:, :1], ahead[:, :1], cache)),
-        "verify_ms": median_ms(lambda: target.forward(ids[:, : K + 1], ahead, cache)),
-        "draft_step_ms": median_ms(cycle) / K,
-    }
+    times = medians_in_turns({
+        "target_step_ms": lambda: target.forward(ids[:, :1], ahead[:, :1], cache),
+        "verify_ms": lambda: target.forward(ids[:, : K + 1], ahead, cache),
+        "draft_step_ms": cycle,
+    })
+    return times | {"draft_step_ms": times["draft_step_ms"] / K}
 
 
 def predict(E: float, steps: dict[str, float], K: int) -> float:

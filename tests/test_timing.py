@@ -6,7 +6,7 @@ from tiny import V, chat_tokenizer, load_target
 
 from eval import timing
 from eval.decode import Output
-from eval.timing import Timing, by_batch, interleaved, median_ms, percentiles, predict, speedup, step_times
+from eval.timing import Timing, by_batch, interleaved, medians_in_turns, percentiles, predict, speedup, step_times
 
 
 def test_percentiles_are_null_with_a_reason():
@@ -48,12 +48,14 @@ def test_speedup_is_a_ratio_of_sums():
     assert speedup(base, fast, 0) == speedup(base, fast, 0)
 
 
-def test_median_after_a_warm_up(monkeypatch):
-    """The first call is not timed; the median ignores one slow call."""
+def test_medians_are_taken_in_turns_after_a_round_of_warming_up(monkeypatch):
+    """A single slow call moves no median, the first round does not count, and the calls alternate."""
     calls = []
-    clock = iter([x for i, ms in enumerate([5, 1, 900, 2, 3]) for x in (i, i + ms / 1e3)])
+    took = [("a", 90), ("b", 80), ("a", 1), ("b", 7), ("a", 900), ("b", 5), ("a", 3), ("b", 6)]
+    clock = iter([x for i, (_, ms) in enumerate(took) for x in (i, i + ms / 1e3)])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    assert median_ms(lambda: calls.append(1), repeats=5) == pytest.approx(3.0) and len(calls) == 6
+    found = medians_in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3)
+    assert found == pytest.approx({"a": 3.0, "b": 6.0}) and calls == [name for name, _ in took]
 
 
 @pytest.fixture(scope="module")
