@@ -17,11 +17,15 @@ Ask = Callable[[int, list[Request]], list[Answer]]
 
 
 def check_answers(recipe: Recipe) -> None:
-    """ConfigError where given answers are asked for of prompts that the target writes itself."""
-    if recipe.generation.answers == "keep" and (
-            not recipe.prompts.sources or any(s.kind == "synthesis" for s in recipe.prompts.sources)):
+    """ConfigError where the recipe wants what its prompt sources cannot give: answers of prompts that the target writes
+    itself, or user turns of the target where it writes none."""
+    kinds = {source.kind for source in recipe.prompts.sources} or {"synthesis"}
+    if recipe.generation.answers == "keep" and "synthesis" in kinds:
         raise ConfigError("generation.answers = keep: a synthesis source has no given answers; use a source with "
                           "answers, or generation.answers: regenerate")
+    if recipe.train.own_prompts and "synthesis" not in kinds:
+        raise ConfigError("train.own_prompts = true: no prompt source is of kind synthesis, so no user turn is the "
+                          "target's own; set it to false, or add such a source")
 
 
 class Answering:

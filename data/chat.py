@@ -65,6 +65,10 @@ def _text(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: To
     served = [_served(m) for m in messages]
     guarded, kept = [_guarded(tokenizer, m) for m in messages], guard(tokenizer, tools)
     plain = _apply(tokenizer, served, tools, generation)
+    for call in (call for message in served for call in message.get("tool_calls", [])):
+        name = call.get("function", call)["name"]
+        if name not in plain:
+            raise Unrenderable(f"the chat template does not render tool calls: {name!r} is missing")
     if (guarded, kept) == (served, tools):
         return plain
     text = _apply(tokenizer, guarded, kept, generation)
@@ -153,8 +157,6 @@ def _turn(tokenizer: PreTrainedTokenizerBase, messages: list[Message], end_ids: 
         text = _spoken(before, after, given, asked)
         reply = _continuation(tokenizer, text, end_ids)
     _must_hold(text, answer, "assistant text")
-    for call in given.get("tool_calls", []):
-        _must_hold(text, call.get("function", call)["name"], "tool call")
     end = next((p for p, i in enumerate(reply) if i in end_ids), None)
     if end is None:
         raise ConfigError("the chat template closes an assistant turn without an end token of the target; "

@@ -160,7 +160,7 @@ def collect(collector: Collector) -> None:
     write_json(collector.folder / "provenance.json", stamp(asdict(collector.recipe)))
     tokens = sum(len(c.ids) for c in rows)
     print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.folder}; dropped prompts: {dict(intake.dropped)}, "
-          f"lost answers: {dict(collector.tally.lost)}")
+          f"lost answers: {dict(collector.tally.lost)}; left out: {collector.left_out}")
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:

@@ -137,6 +137,8 @@ class PromptStage:
                     refused[reason] += 1
                     loaded.first.setdefault(reason, f"id {prompt.id}: {self.refusal}")
         check_bad(loaded, refused, self.section.max_bad_share)
+        if not self.section.total and count and kept < count:
+            console.print(f"{loaded.label}: {kept} usable prompts, fewer than its count = {count}", soft_wrap=True)
         if self.section.total and kept < count:
             raise ConfigError(f"{loaded.label}: {kept} usable prompts, but its part of prompts.total = "
                               f"{self.section.total} by weight is {count} ({dict(self.intake.dropped)} dropped so "

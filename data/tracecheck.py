@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from data.codec import DTYPES, scaled
 from data.store import FORMAT, final_positions, list_intact
 from recipes.files import sha256_file, sha256_json
+from recipes.provenance import differences
 
 MANIFEST_FIELDS = {"key": str, "target": dict, "layers": list, "hidden_size": int, "vocab_size": int, "dtype": str,
                    "shards": list, "rows": int, "tokens": int, "supervised_tokens": int, "predicted_bytes": int,
@@ -222,11 +223,3 @@ def check_settings(folder: Path, manifest: dict[str, Any], now: dict[str, Any]) 
     claimed = {"target": manifest["target"], "layers": manifest["layers"], "dtype": manifest["dtype"]}
     actual = {"target": now["target"], "layers": now["trace"]["layers"], "dtype": now["trace"]["dtype"]}
     return faults + [Fault("manifest.json", "", f"of another configuration: {d}") for d in differences(claimed, actual)]
-
-
-def differences(earlier: Any, now: Any, path: str = "") -> list[str]:
-    """Every setting that differs, as 'name was X, now Y'."""
-    if isinstance(earlier, dict) and isinstance(now, dict):
-        return [found for key in {**earlier, **now}
-                for found in differences(earlier.get(key), now.get(key), f"{path}.{key}" if path else key)]
-    return [] if earlier == now else [f"{path} was {earlier!r}, now {now!r}"]

@@ -48,12 +48,17 @@ def stamp(recipe: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def difference(earlier: Any, now: Any, path: str = "") -> str:
+def difference(earlier: Any, now: Any) -> str:
     """The first setting that differs, as 'name was X, now Y'; empty where none does."""
+    return next(iter(differences(earlier, now)), "")
+
+
+def differences(earlier: Any, now: Any, path: str = "") -> list[str]:
+    """Every setting that differs, as 'name was X, now Y'; lists of as many mappings are compared one by one."""
     if isinstance(earlier, dict) and isinstance(now, dict):
-        for key in {**earlier, **now}:
-            found = difference(earlier.get(key), now.get(key), f"{path}.{key}" if path else key)
-            if found:
-                return found
-        return ""
-    return "" if earlier == now else f"{path} was {earlier!r}, now {now!r}"
+        return [found for key in {**earlier, **now}
+                for found in differences(earlier.get(key), now.get(key), f"{path}.{key}" if path else key)]
+    if isinstance(earlier, list) and isinstance(now, list) and len(earlier) == len(now) and all(
+            isinstance(item, dict) for item in earlier + now):
+        return [found for i, (a, b) in enumerate(zip(earlier, now)) for found in differences(a, b, f"{path}[{i}]")]
+    return [] if earlier == now else [f"{path} was {earlier!r}, now {now!r}"]

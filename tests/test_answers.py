@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from data.answers import Answering
+from data.answers import Answering, check_answers
 from data.chat import prompt_ids
 from data.collect import COMMAND
 from data.generate import Answer
 from data.prompts import Prompt, hold_out
 from data.store import TraceReader
 from recipes.cli import run
-from recipes.errors import RunError
-from recipes.schema import Generation, Prompts, Recipe
+from recipes.errors import ConfigError, RunError
+from recipes.schema import Generation, Prompts, PromptSource, Recipe, Train
 from tests.chat_templates import DEEPSEEK, GEMMA, QWEN3, end_ids, family_tokenizer
 from tests.test_chat_templates import CALLING, TOOLS
 from tests.tiny import chat_tokenizer, write_recipe, write_target
@@ -151,3 +151,14 @@ def test_synthesis_has_no_answers_to_keep(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         run(COMMAND, ["--config", str(recipe)])
     assert stop.value.code == 2 and "a synthesis source has no given answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kinds, refused", [(["jsonl"], True), (["jsonl", "synthesis"], False), ([], False)])
+def test_own_prompts_need_a_source_that_the_target_writes(kinds, refused):
+    """What training would refuse is refused before anything is traced; no source at all means synthesis."""
+    recipe = Recipe(prompts=Prompts(sources=[PromptSource(kind=kind) for kind in kinds]), train=Train(own_prompts=True))
+    if refused:
+        with pytest.raises(ConfigError, match="no prompt source is of kind synthesis"):
+            check_answers(recipe)
+    else:
+        check_answers(recipe)

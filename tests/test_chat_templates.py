@@ -158,7 +158,7 @@ def test_tool_calls_are_supervised_and_results_are_not():
         '{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>⟧\n<|im_start|>user\n<tool_response>\n'
         '{"sum": 3}\n</tool_response><|im_end|>\n<|im_start|>assistant\n'
         "⟦<think>\nIt is 3.\n</think>\n\nthree<|im_end|>⟧"]
-    with pytest.raises(ConfigError, match="does not render tool call verbatim"):
+    with pytest.raises(Unrenderable, match="does not render tool calls: 'add' is missing"):
         masks(CHATML, [m | {"reasoning_content": ""} for m in CALLING])
     broken = [CALLING[0], {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]
     with pytest.raises(Unrenderable, match="'add': its arguments are not JSON"):

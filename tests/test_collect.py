@@ -195,7 +195,7 @@ def test_changed_setting_is_refused_by_name(world, capsys, flags, named):
 @pytest.mark.parametrize("change, named", [
     (lambda m, p: write_target(m, seed=1), "target.weights was"),
     (lambda m, p: write_target(m, template=CHATML + " "), "target.template was"),
-    (lambda m, p: write_prompts(p, TEXTS[::-1]), "sources was"),
+    (lambda m, p: write_prompts(p, TEXTS[::-1]), "sources[0].sha256"),
 ], ids=["weights", "template", "prompts"])
 def test_changed_file_behind_the_same_path_is_refused(tmp_path, capsys, change, named):
     """Other weights, template or prompts under the same path make other traces (cases 30, 36)."""

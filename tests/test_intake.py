@@ -275,7 +275,9 @@ def test_mixed_recipe_traces_and_a_second_run_does_no_work(tmp_path, monkeypatch
     values = {"prompts": {"sources": [{"kind": "log", "path": jsonl(tmp_path / "log", log)},
                                       {"kind": "jsonl", "path": jsonl(tmp_path / "mixed", mixed)}], "validation": 2},
               "generation": {"max_tokens": 6, "batch_size": 5}, "trace": {"layers": [1, 2, 3]}}
-    recipe = write_recipe(tmp_path / "r.yaml", write_target(tmp_path / "model"), **values)
+    calling = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
+                             "{{ c['function']['name'] }}{% endfor %}")
+    recipe = write_recipe(tmp_path / "r.yaml", write_target(tmp_path / "model", template=calling), **values)
 
     def trace() -> int:
         with pytest.raises(SystemExit) as stop:
@@ -287,7 +289,7 @@ def test_mixed_recipe_traces_and_a_second_run_does_no_work(tmp_path, monkeypatch
     rows = {reader[i].id: reader[i] for i in range(len(reader))}
     assert len(rows) == 10 and rows["raw"].ids[: len(ids_row)].tolist() == ids_row
     talk = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (
-        ("user", "queen robot sugar"), ("assistant", ""), ("tool", "metal night"))) + "<|im_start|>assistant\n"
+        ("user", "queen robot sugar"), ("assistant", "f"), ("tool", "metal night"))) + "<|im_start|>assistant\n"
     given = chat_tokenizer()(talk, add_special_tokens=False)["input_ids"]
     assert rows["tool"].ids[: len(given)].tolist() == given and not any(rows["tool"].turns[: len(given)])
     assert reader.manifest["normalised"] == {"tool arguments parsed from text": 1}
