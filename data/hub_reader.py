@@ -1,7 +1,6 @@
 """The child process that reads a Hub data set (data/hub.py): `python -m data.hub_reader SETTINGS`, a JSON object."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -13,7 +12,7 @@ import httpx
 import pyarrow as pa
 
 from recipes.errors import USAGE
-from recipes.files import sync_folder
+from recipes.files import replacing
 
 UNREACHABLE = 3
 
@@ -27,18 +26,9 @@ def rows(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def write_rows(settings: dict[str, Any]) -> None:
     """Writes the rows to settings["path"], whole or not at all; a value that JSON has not becomes its text."""
-    path = Path(settings["path"])
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as f:
-            for row in rows(settings):
-                f.write(json.dumps(row, default=str) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with replacing(Path(settings["path"])) as f:
+        for row in rows(settings):
+            f.write(json.dumps(row, default=str).encode() + b"\n")
 
 
 def main(settings: dict[str, Any]) -> int:

@@ -32,10 +32,15 @@ class Sampling:
         return self.temperature == 0.0
 
 
+def row_seed(seed: int, row_id: str, size: int) -> int:
+    """A seed of `size` bytes, its top bit clear, that depends on the seed and the row's id only."""
+    digest = hashlib.sha256(f"{seed}:{row_id}".encode()).digest()
+    return int.from_bytes(digest[:size], "little") >> 1
+
+
 def row_generator(seed: int, row_id: str) -> torch.Generator:
     """A generator that depends on the seed and the row's id only, not on the batch it is decoded in."""
-    digest = hashlib.sha256(f"{seed}:{row_id}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator().manual_seed(row_seed(seed, row_id, 8))
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -3,22 +3,32 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader sees the old content or the new, never a part."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of `path` when the block ends: a reader sees the old content or the new,
+    never a part. Nothing is left where the block raises."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as f:
-            f.write(content)
+            yield f
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file as `replacing` does."""
+    with replacing(path) as f:
+        f.write(content)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """Answers by vLLM in this process (`generation.backend: vllm`); vLLM is installed by the user."""
 
-import hashlib
 import importlib.util
 from types import ModuleType
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from data.backends.base import Fault, Losses, accept, check_ids
 from data.backends.journal import Journal
 from data.generate import Answer, Request
-from data.sampling import Sampling
+from data.sampling import Sampling, row_seed
 from drafters.target import Target
 from recipes.errors import ConfigError
 from recipes.schema import Generation
@@ -63,10 +62,9 @@ class EngineBackend:
             raise ConfigError(f"target.model = {section.model}: vLLM cannot load it: {first}") from None
 
     def params(self, row: str, sampling: Sampling, max_tokens: int, beyond: bool) -> Any:
-        digest = hashlib.sha256(f"{self.section.seed}:{row}".encode()).digest()
         return self.vllm.SamplingParams(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, max_tokens=max_tokens,
-            seed=None if sampling.greedy else int.from_bytes(digest[:4], "little") >> 1, ignore_eos=beyond,
+            seed=None if sampling.greedy else row_seed(self.section.seed, row, 4), ignore_eos=beyond,
             stop_token_ids=None if beyond else list(self.target.end_ids), detokenize=False)
 
     def generate(self, rows: list[tuple[list[int], Any]]) -> list[tuple[list[int], str]]:

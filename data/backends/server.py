@@ -5,7 +5,6 @@ tokens that our own copy of the target finds likely (case 36).
 """
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from data.backends.client import Client, api_key, server_url
 from data.backends.journal import Journal
 from data.backends.wire import answer_ids, completion_body, prompt_ids_of, read_completion
 from data.generate import Answer, Request
-from data.sampling import Sampling
+from data.sampling import Sampling, row_seed
 from drafters.target import Target
 from recipes.errors import ConfigError
 from recipes.schema import Generation
@@ -99,9 +98,8 @@ class ServerBackend:
                        count: Callable[[str], None]) -> Any:
         """`accepted` of the ids and finish reason of one completion; its Faults are tried again too."""
         end_ids = self.target.end_ids
-        digest = hashlib.sha256(f"{self.section.seed}:{row}".encode()).digest()
         body = completion_body(self.server.kind, self.server.model, prompt, sampling, max_tokens,
-                               None if beyond else end_ids, int.from_bytes(digest[:4], "little") >> 1, row)
+                               None if beyond else end_ids, row_seed(self.section.seed, row, 4), row)
 
         def read(value: Any) -> Any:
             found = read_completion(value, self.server.model, prompt)
