@@ -8,6 +8,8 @@ from data.store import TraceRow, final_positions
 from drafters.target import Prefix, States, Target
 from recipes.errors import RunError
 
+BAD = "NaN or Inf in hidden states"
+
 
 @dataclass
 class Conversation:
@@ -45,17 +47,22 @@ def capture(target: Target, rows: list[Conversation], batch_tokens: int,
         cache = prefix.fill(target.new_cache(len(batch), width)) if shared else None
         states = behind(prefix, target.forward(ids, positions, cache, logits=False))
         for b, i in enumerate(batch):
-            row = rows[i]
-            length, turns = len(row.ids), torch.tensor(row.turns)
+            row, length = rows[i], len(rows[i].ids)
             taps, final = states.taps[b, :length].cpu().to(dtype), states.final[b, :length].cpu().to(dtype)
             if len(taps) != length or len(final) != length:
                 raise RunError(f"row {row.id}: {len(taps)} states for {length} tokens")
-            if not (torch.isfinite(taps).all() and torch.isfinite(final).all()):
-                bad[row.id] = "NaN or Inf in hidden states"
-                continue
-            traced[i] = TraceRow(row.id, row.split, torch.tensor(row.ids), turns, taps,
-                                 final[final_positions(turns)], row.tail, row.off_policy)
+            finals = final[final_positions(torch.tensor(row.turns))]
+            traced[i] = TraceRow(row.id, row.split, torch.tensor(row.ids), torch.tensor(row.turns), taps, finals,
+                                 row.tail, row.off_policy)
+            if not finite(traced[i]):
+                bad[row.id] = BAD
+                del traced[i]
     return [traced[i] for i in range(len(rows)) if i in traced], bad
+
+
+def finite(row: TraceRow) -> bool:
+    """True where a row's states hold neither NaN nor Inf (case 34)."""
+    return bool(torch.isfinite(row.taps).all() and torch.isfinite(row.final).all())
 
 
 def behind(prefix: Prefix, states: States) -> States:
