@@ -41,7 +41,7 @@ def test_greedy_equals_plain_and_transformers(world, K):
     target, answers = world
     counts = {i: 1 for i in range(3, 60)}
     options = options_of("eagle3", {"draft_vocab_size": 40})
-    drafter = entry("eagle3").build(options, target, counts, seed=0).double().eval()
+    drafter = entry("eagle3").code.build(options, target, counts, seed=0).double().eval()
     decoder = Decoder(target, LIMIT, end_ids=ENDS)
     assert [o.tokens for o in decoder.plain(PROMPTS)] == answers
     batch = decoder.speculative(PROMPTS, drafter, K)
