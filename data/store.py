@@ -156,9 +156,9 @@ class ShardReader:
         try:
             listed = json.loads((self.shards / f"{name}.json").read_text(encoding="utf-8"))
             if sha256_file(path) != listed["sha256"]:
-                raise RunError(f"{path}: checksum differs from its list; delete this shard and run `make trace`")
+                raise RunError(f"{path}: checksum differs from its list; `make inspect ARGS=--repair` makes it again")
             if listed["key"] != self.key:
-                raise RunError(f"{path}: belongs to another trace set; delete this shard and run `make trace`")
+                raise RunError(f"{path}: belongs to another trace set; `make inspect ARGS=--repair` makes it again")
             file = safe_open(path, framework="pt")
             token = final = 0
             for row in listed["rows"]:
@@ -171,10 +171,10 @@ class ShardReader:
             raise RunError(f"{path}: missing or torn; run `make trace` again to write it") from None
         if held != [token, token, token, final]:
             raise RunError(f"{path}: its list counts {token} tokens and {final} final states, the shard holds {held}; "
-                           "delete this shard and run `make trace`")
+                           "`make inspect ARGS=--repair` makes it again")
         if not list_intact(listed, name):
-            raise RunError(f"{self.shards / f'{name}.json'}: renamed or edited since it was written; delete this shard "
-                           "and run `make trace`")
+            raise RunError(f"{self.shards / f'{name}.json'}: renamed or edited since it was written; `make inspect "
+                           "ARGS=--repair` makes it again")
         self.places += places
         self.files[name], self.scaled[name] = file, has_scales
 

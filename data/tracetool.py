@@ -138,6 +138,7 @@ def table(folder: Path, found: Findings) -> Table:
         "final states": sum(row["finals"] for row in rows),
         "answers ended by": counted(manifest["finish"]),
         "prompts dropped": counted(manifest["dropped"]) or "none",
+        "left out of answers": counted(manifest.get("answers_left_out", {})) or "none",
         "layers": f"{manifest['layers']}, hidden size {manifest['hidden_size']}",
         "dtype": manifest["dtype"],
         "bytes": f"{size} ({size / manifest['predicted_bytes'] - 1:+.2%} of predicted)" if size else "0",
@@ -159,6 +160,9 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     folder = Path(recipe.runs_dir) / recipe.name / "traces"
     if not folder.is_dir():
         raise RunError(f"{folder}: no traces; run `make trace` first")
+    if not (folder / "manifest.json").exists() and not any((folder / "shards").glob("*")):
+        units = len(list(folder.glob("answers/*.json")))
+        raise RunError(f"{folder}: no states yet ({units} finished units of answers); run `make trace` to its end")
     checks = switches & {"verify", "repair"}
     if "repair" in switches:
         found = repair(recipe, folder)
@@ -170,7 +174,10 @@ def main(recipe: Recipe, switches: set[str]) -> None:
         console.print(table(folder, found))
     report(found.faults)
     if found.faults:
-        raise RunError(f"{folder}: {len(found.faults)} faults; `--repair` removes what is broken and makes it again")
+        foreign = any("of another configuration" in f.what and f.file == "settings.json" for f in found.faults)
+        way = ("these traces are another recipe's or target's: use another `name`" if foreign
+               else "`--repair` removes what is broken and makes it again")
+        raise RunError(f"{folder}: {len(found.faults)} faults; {way}")
     if checks:
         print("every checksum, fingerprint and recomputed row holds")
 

@@ -339,6 +339,23 @@ def test_store_without_rows_is_an_error(copied, capsys, switch):
     assert "no shard holds a row" in capsys.readouterr().out
 
 
+def test_folder_without_states_says_how_far_it_is(copied, capsys):
+    """A run that is still answering is no damaged store: nothing is called a fault."""
+    recipe, traces = copied
+    shutil.rmtree(traces / "shards")
+    (traces / "manifest.json").unlink()
+    assert call(INSPECT, recipe) == 1
+    out = capsys.readouterr()
+    assert "no states yet (2 finished units of answers); run `make trace`" in out.err and "fault" not in out.out
+
+
+def test_repair_is_not_advised_where_it_would_refuse(copied, capsys):
+    """Traces of another recipe are nothing to mend: the message says so (case 36)."""
+    assert call(INSPECT, copied[0], "--verify", "--generation.seed", "9") == 1
+    error = capsys.readouterr().err
+    assert "use another `name`" in error and "--repair" not in error
+
+
 @pytest.mark.parametrize("switch", ["--verify", "--repair"])
 def test_missing_folder_is_an_error_and_is_not_made(world, tmp_path, capsys, switch):
     """Nothing to inspect: one message, exit code 1, no folder (case 35)."""
