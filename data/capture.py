@@ -69,10 +69,12 @@ def behind(prefix: Prefix, states: States) -> States:
     """The rows' states with those of their shared beginning in front."""
     if not prefix.length:
         return states
-    B = len(states.final)
-    taps, final = (torch.cat([first.expand(B, -1, -1), rest], dim=1) for first, rest in (
-        (prefix.states.taps, states.taps), (prefix.states.final, states.final)))
-    return States(final, taps, None)
+
+    def whole(first: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        return torch.cat([first.expand(len(rest), -1, -1), rest], dim=1)
+
+    taps = None if states.taps is None else whole(prefix.states.taps, states.taps)
+    return States(whole(prefix.states.final, states.final), taps, None)
 
 
 def by_tokens(lengths: list[tuple[int, int]], limit: int) -> list[list[int]]:
