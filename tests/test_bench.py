@@ -19,6 +19,7 @@ from bench.capture import batches
 from bench.material import Stock, apart
 from bench.material import conversations as rows_to_capture
 from bench.rows import Row, lines, ratio_rows, time_rows
+from data.capture import capture
 from data.generate import Answer, Generator, Request
 from data.sampling import Sampling
 from drafters.fast_cpu import SkinnyLinear
@@ -239,14 +240,14 @@ def test_table_of_rows():
         "v     ratio    1.235 x      torch 2", "long  peak   unknown bytes", "v     n      123,456"]
 
 
-def test_bare_pass_reads_the_rows_that_capture_reads(target, prompts):
-    """The bare forward pass has the batches of the capture: every row once, within the limit, padded to its longest."""
-    made = rows_to_capture(prompts, 9, 8, V, seed=3)
-    found = batches(made, 60)
-    assert sum(len(ids) for ids in found) == 9 and all(ids.numel() <= 60 for ids in found)
-    read = [row for ids in found for row in ids.tolist()]
-    for row, given in zip(read, sorted(made, key=lambda r: len(r.ids)), strict=True):
-        assert row[: len(given.ids)] == given.ids and not any(row[len(given.ids):])
+def test_bare_pass_reads_what_capture_reads(target, prompts, monkeypatch):
+    """The bare forward pass has the very batches of the capture, where no beginning is shared: ids, order, padding."""
+    made = apart(rows_to_capture(prompts, 9, 8, V, seed=3), V)
+    forward, seen = target.forward, []
+    monkeypatch.setattr(target, "forward", lambda ids, *args, **more: seen.append(ids) or forward(ids, *args, **more))
+    capture(target, made, 60)
+    assert [ids.tolist() for ids in batches(made, 60)] == [ids.tolist() for ids in seen]
+    assert 1 < len(seen) < 9 and sum(map(len, seen)) == 9
 
 
 def test_rows_to_capture(target, prompts):
@@ -293,3 +294,15 @@ def test_store_counts_every_row(world, capsys):
     # 10 bytes a token, 3 taps of 32 numbers; the final states of the answers and the header of the file come on top
     assert values["store", "bytes_per_token"] > 10 + 3 * 32 * 4
     assert not [p for p in (world / "runs" / "bench").iterdir() if p.is_dir()]
+
+
+def test_peak_memory_is_that_since_it_was_set_back():
+    """What a run takes and gives back counts until the peak is set back, not behind it: so runs can be compared."""
+    assert turns.reset_peak()
+    before = turns.peak_bytes()
+    block = b"x" * (64 << 20)
+    assert turns.peak_bytes() > before + (60 << 20) and len(block) == 64 << 20
+    del block
+    assert turns.peak_bytes() > before + (60 << 20)
+    turns.reset_peak()
+    assert turns.peak_bytes() < before + (30 << 20)
