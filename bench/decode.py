@@ -46,7 +46,7 @@ def open_drafter(recipe: Recipe, target: Target) -> Drafter:
     if section.path:
         drafter = checkpoint.load(Path(section.path), target)
     else:
-        fresh = entry(section.kind).build(options_of(section.kind, section.options), target, {}, recipe.train.seed)
+        fresh = entry(section.kind).code.build(options_of(section.kind, section.options), target, {}, recipe.train.seed)
         drafter = fresh.to(target.device, target.dtype).eval()
     if target.grouped:
         use_skinny_linear(drafter)
