@@ -14,14 +14,14 @@ import torch
 from data.answers import Answering, check_answers
 from data.backends.registry import open_backend
 from data.backends.units import Tally, answer_unit
-from data.capture import Conversation, capture
+from data.capture import Conversation, bare, capture
 from data.codec import DTYPES, carrier
 from data.console import progress_bar
 from data.generate import Answer, Request
 from data.intake import PromptStage
 from data.preview import preview
 from data.prompts import Intake, Prompt
-from data.settings import claim, describe
+from data.settings import claim, describe, folder_mode, stores_states
 from data.store import FORMAT, bad_rows, row_bytes, shard_complete, write_shard
 from data.writer import BackgroundWriter
 from drafters.target import Target, require_chat_template
@@ -89,7 +89,7 @@ class Collector:
     def capture_stage(self, rows: list[Conversation], intake: Intake) -> None:
         """Manifest first, then every shard that is not complete yet."""
         section = self.recipe.trace
-        dtype = DTYPES[section.dtype]
+        dtype = DTYPES[section.dtype] if stores_states(section) else torch.float32
         plan = self.plan_shards(rows, dtype)
         sizes = [self.bytes_of(c, dtype) for c in rows]
         shards = self.folder / "shards"
@@ -105,7 +105,8 @@ class Collector:
             task = bar.add_task("states  ", total=len(plan), note=f"{sum(sizes) / 1e6:.0f} MB")
             for name, part in plan.items():
                 if name in missing:
-                    traced, faults = capture(self.target, part, section.batch_tokens, carrier(dtype))
+                    traced, faults = ((bare(part), {}) if not stores_states(section) else
+                                      capture(self.target, part, section.batch_tokens, carrier(dtype)))
                     writer.put(shards, name, traced, dtype, faults, key)
                 bad += len(faults) if name in missing else bad_rows(shards, name)  # running again is no way past
                 if bad > section.max_bad_share * len(rows):
@@ -115,7 +116,7 @@ class Collector:
 
     def bytes_of(self, row: Conversation, dtype: torch.dtype) -> int:
         finals = sum(turn != 0 for turn in row.turns[1:])
-        width = len(self.target.layers) * self.target.hidden
+        width = len(self.target.layers) * self.target.hidden if stores_states(self.recipe.trace) else 0
         return row_bytes(len(row.ids), finals, width, self.target.hidden, dtype)
 
     def plan_shards(self, rows: list[Conversation], dtype: torch.dtype) -> dict[str, list[Conversation]]:
@@ -134,8 +135,8 @@ class Collector:
         counts = Counter(t for c in rows if c.split == "train" for t, turn in zip(c.ids, c.turns) if turn > 0)
         tokens = sum(len(c.ids) for c in rows)
         return {
-            "format": FORMAT, "key": sha256_json(self.settings), "target": self.settings["target"],
-            "model": self.recipe.target.model, "layers": self.target.layers,
+            "format": FORMAT, "mode": folder_mode(self.recipe.trace), "key": sha256_json(self.settings),
+            "target": self.settings["target"], "model": self.recipe.target.model, "layers": self.target.layers,
             "convention": "hidden_states[k]: state entering layer k; final after the final norm",
             "hidden_size": self.target.hidden, "vocab_size": self.target.vocab_size,
             "end_ids": self.target.end_ids, "dtype": self.recipe.trace.dtype, "max_length": self.limit,

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data.codec import DTYPES, scaled
+from data.settings import explicit
 from data.store import FORMAT, final_positions, list_intact
 from recipes.files import sha256_file, sha256_json
 from recipes.provenance import differences
@@ -135,8 +136,9 @@ def check_file(folder: Path, name: str, listed: dict[str, Any], manifest: dict[s
 def check_shapes(shard: Any, listed: dict[str, Any], manifest: dict[str, Any]) -> list[str]:
     """Names, shapes and dtypes of a shard's tensors against what list and manifest promise."""
     T, F = (sum(row[part] for row in listed["rows"]) for part in ("tokens", "finals"))
-    n, H = len(manifest["layers"]), manifest["hidden_size"]
-    dtype = DTYPES[manifest["dtype"]]
+    n, H, dtype = len(manifest["layers"]), manifest["hidden_size"], DTYPES[manifest["dtype"]]
+    if manifest.get("mode", "store") != "store":
+        n, H, dtype = 0, 0, torch.float32
     wanted = {"ids": ([T], torch.int64), "turns": ([T], torch.int16), "taps": ([T, n * H], dtype),
               "final": ([F, H], dtype)}
     if scaled(dtype):
@@ -217,7 +219,8 @@ def check_settings(folder: Path, manifest: dict[str, Any], now: dict[str, Any]) 
     earlier = read_object(folder / "settings.json")
     if earlier is None:
         return [Fault("settings.json", "", "missing or unreadable")]
-    faults = [Fault("settings.json", "", f"of another configuration: {d}") for d in differences(earlier, now)]
+    faults = [Fault("settings.json", "", f"of another configuration: {d}")
+              for d in differences(explicit(earlier), explicit(now))]
     if manifest["key"] != sha256_json(earlier):
         faults.append(Fault("manifest.json", "", "of another configuration than settings.json"))
     claimed = {"target": manifest["target"], "layers": manifest["layers"], "dtype": manifest["dtype"]}

@@ -41,7 +41,7 @@ def recompute(folder: Path, found: Findings, target: Target, section: TraceSecti
     """
     at = {row["id"]: name for name in found.intact for row in found.lists[name]["rows"]}
     chosen = hold_out(list(at), section.verify_rows, section.verify_seed)
-    if not chosen:
+    if not chosen or found.manifest.get("mode", "store") != "store":  # nothing stored that could be compared
         return []
     reader = TraceReader(folder, sorted({at[i] for i in chosen}))
     dtype, faults, worst = DTYPES[found.manifest["dtype"]], [], 0.0
@@ -133,6 +133,7 @@ def table(folder: Path, found: Findings) -> Table:
     splits = Counter(row["split"] for row in rows)
     lines: dict[str, Any] = {
         "model": manifest.get("model", ""),
+        "mode": manifest.get("mode", "store"),
         "rows": f"{len(rows)} ({counted(splits)}), {left_out} left out for NaN or Inf",
         "tokens": f"{tokens}, of them supervised in training {manifest['supervised_tokens']}",
         "final states": sum(row["finals"] for row in rows),
