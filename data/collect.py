@@ -7,6 +7,7 @@ same command goes on and ends with the same files, because a unit's computation 
 import shutil
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from data.codec import DTYPES, carrier
 from data.console import progress_bar
 from data.generate import Answer, Request
 from data.intake import PromptStage
+from data.place import open_place
 from data.preview import preview
 from data.prompts import Intake, Prompt
 from data.settings import claim, describe, folder_mode, stores_states
-from data.store import FORMAT, bad_rows, row_bytes, shard_complete, write_shard
+from data.store import FORMAT, bad_rows, row_bytes, write_shard
 from data.writer import BackgroundWriter
 from drafters.target import Target, require_chat_template
 from recipes.cli import Command, run, run_dir
@@ -39,7 +41,8 @@ class Collector:
         check_answers(recipe)
         self.recipe = recipe
         self.left_out: dict[str, int] = {}
-        self.folder = run_dir(recipe) / "traces"
+        self.place = open_place(recipe.trace, run_dir(recipe))
+        self.folder = self.place.folder
         self.target = Target(recipe.target, recipe.trace.layers)
         require_chat_template(self.target)
         self.limit = min(recipe.trace.max_length, self.target.max_length)
@@ -49,12 +52,16 @@ class Collector:
         self.backend = open_backend(recipe.generation, self.target)
         self.tally = Tally()
         self.settings = describe(recipe, self.target)
+        self.place.pull()
         claim(self.folder, self.settings)
+        self.place.share_all()
 
     def prompts_stage(self) -> Intake:
         """Prompts of all sources, filtered, with the reasons of those dropped."""
         longest = self.limit - self.recipe.generation.max_tokens
-        return PromptStage(self.recipe, self.target, longest, self.folder, self.written).run()
+        intake = PromptStage(self.recipe, self.target, longest, self.folder, self.written).run()
+        self.place.share_all()
+        return intake
 
     def written(self, part: str, name: str, requests: list[Request], max_tokens: int) -> list[Answer]:
         """One unit of self-written user turns."""
@@ -65,7 +72,9 @@ class Collector:
         """Answers of one unit, read where it is complete; rows that the backend lost are missing, and counted."""
         allowed = self.tally.allowed(self.recipe.generation.max_lost_share)
         path = self.folder / part / f"{name}.json"
-        return self.tally.add(answer_unit(self.backend, path, requests, max_tokens, allowed))
+        unit = answer_unit(self.backend, path, requests, max_tokens, allowed)
+        self.place.share(path)
+        return self.tally.add(unit)
 
     def answers_stage(self, prompts: list[Prompt]) -> list[Conversation]:
         """Finished rows of all prompts (data/answers.py)."""
@@ -94,14 +103,14 @@ class Collector:
         sizes = [self.bytes_of(c, dtype) for c in rows]
         shards = self.folder / "shards"
         key = sha256_json(self.settings)
-        missing = [name for name, part in plan.items() if not shard_complete(shards, name, [c.id for c in part], key)]
-        needed = sum(self.bytes_of(c, dtype) for name in missing for c in plan[name])
+        missing = [name for name, part in plan.items() if not self.place.complete(name, [c.id for c in part], key)]
+        needed = self.place.room_for([sum(self.bytes_of(c, dtype) for c in plan[name]) for name in missing])
         free = shutil.disk_usage(self.folder).free
         if needed * 1.05 > free:
             raise RunError(f"{self.folder}: traces need {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
-        write_json(self.folder / "manifest.json", self.manifest(rows, intake, list(plan), sum(sizes)))
+        self.write_described("manifest.json", self.manifest(rows, intake, list(plan), sum(sizes)))
         bad = 0
-        with progress_bar() as bar, BackgroundWriter(write_shard) as writer:
+        with progress_bar() as bar, BackgroundWriter(self.write) as writer:
             task = bar.add_task("states  ", total=len(plan), note=f"{sum(sizes) / 1e6:.0f} MB")
             for name, part in plan.items():
                 if name in missing:
@@ -113,6 +122,16 @@ class Collector:
                     raise RunError(f"{bad} of {len(rows)} rows have NaN or Inf states (trace.max_bad_share = "
                                    f"{section.max_bad_share}); check target.dtype and trace.dtype")
                 bar.advance(task)
+
+    def write(self, shards: Path, name: str, *content: Any) -> None:
+        """Writes a shard where the traces are kept."""
+        write_shard(shards, name, *content)
+        self.place.finish_shard(name)
+
+    def write_described(self, name: str, value: dict[str, Any]) -> None:
+        """Writes a JSON file of the trace folder."""
+        write_json(self.folder / name, value)
+        self.place.share(self.folder / name)
 
     def bytes_of(self, row: Conversation, dtype: torch.dtype) -> int:
         finals = sum(turn != 0 for turn in row.turns[1:])
@@ -158,9 +177,9 @@ def collect(collector: Collector) -> None:
     intake = collector.prompts_stage()
     rows = collector.answers_stage(intake.prompts)
     collector.capture_stage(rows, intake)
-    write_json(collector.folder / "provenance.json", stamp(asdict(collector.recipe)))
+    collector.write_described("provenance.json", stamp(asdict(collector.recipe)))
     tokens = sum(len(c.ids) for c in rows)
-    print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.folder}; dropped prompts: {dict(intake.dropped)}, "
+    print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.place.url}; dropped prompts: {dict(intake.dropped)}, "
           f"lost answers: {dict(collector.tally.lost)}; left out: {collector.left_out}")
 
 

@@ -7,6 +7,7 @@ import torch
 
 from data.capture import Conversation, capture
 from data.codec import DTYPES, carrier, decode, encode
+from data.remoterows import RemoteRows
 from data.store import TraceReader, TraceRow
 from drafters.target import Target
 from recipes.errors import RunError
@@ -20,7 +21,7 @@ class OnlineReader:
     through trace.dtype as stored ones do.
     """
 
-    def __init__(self, rows: TraceReader, target: Target, max_bad_share: float) -> None:
+    def __init__(self, rows: TraceReader | RemoteRows, target: Target, max_bad_share: float) -> None:
         self.rows, self.target, self.max_bad_share = rows, target, max_bad_share
         self.folder, self.manifest = rows.folder, rows.manifest
         self.dtype = DTYPES[rows.manifest["dtype"]]

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data.online import OnlineReader
+from data.place import behind_url, open_place
+from data.remoterows import RemoteRows
 from data.settings import folder_mode, stores_states
 from data.statecache import CachedReader
-from data.store import TraceReader, TraceRow
+from data.store import TraceReader, TraceRow, read_manifest
 from drafters.target import Target
 from recipes.schema import Trace
 
@@ -34,19 +36,34 @@ class RowReader(Protocol):
     def __getitem__(self, index: int) -> TraceRow: ...
 
 
-def open_rows(section: Trace, folder: Path) -> TraceReader:
-    """The rows that `make trace` left; complete with their states only where trace.mode is `store`.
-    Raises RunError and ConfigError as TraceReader does."""
-    return TraceReader(folder, mode=folder_mode(section))
+def cache_folder(section: Trace, run: Path) -> Path:
+    """Where a run keeps what it need not compute or fetch again."""
+    return Path(section.cache_dir) / run.name if section.cache_dir else run / "cache"
 
 
-def with_states(rows: TraceReader, section: Trace, target: Target) -> RowReader:
+def open_rows(section: Trace, run: Path) -> TraceReader | RemoteRows:
+    """The rows that `make trace` left for a run; complete with their states only where trace.mode is `store`.
+    Raises RunError and ConfigError as TraceReader and RemoteRows do."""
+    if behind_url(section):
+        place = open_place(section, cache_folder(section, run))
+        return RemoteRows(place, int(section.cache_gb * 1e9), folder_mode(section))
+    return TraceReader(open_place(section, run).folder, mode=folder_mode(section))
+
+
+def open_manifest(section: Trace, run: Path) -> dict[str, Any]:
+    """The manifest of a run's traces, without reading any. Raises RunError where there is none."""
+    if behind_url(section):
+        place = open_place(section, cache_folder(section, run))
+        place.pull(("manifest.json",))
+        return read_manifest(place.folder)
+    return read_manifest(open_place(section, run).folder)
+
+
+def with_states(rows: TraceReader | RemoteRows, section: Trace, run: Path, target: Target) -> RowReader:
     """The reader of trace.mode. Raises RunError where the disk has no room for the cache."""
     if stores_states(section):
         return rows
     online = OnlineReader(rows, target, section.max_bad_share)
     if section.mode == "online":
         return online
-    run = rows.folder.parent
-    parent = Path(section.cache_dir) / run.name if section.cache_dir else run / "cache"
-    return CachedReader(online, parent, int(section.cache_gb * 1e9))
+    return CachedReader(online, cache_folder(section, run), int(section.cache_gb * 1e9))

@@ -14,7 +14,7 @@ from recipes.files import write_json
 from recipes.provenance import difference
 from recipes.schema import Recipe, Trace
 
-NO_CONTENT = ("mode", "cache_dir", "cache_gb", "verify_rows", "verify_seed")  # fields of `trace`, see `describe`
+NO_CONTENT = ("mode", "url", "cache_dir", "cache_gb", "verify_rows", "verify_seed")  # fields of `trace`, see `describe`
 
 
 def stores_states(section: Trace) -> bool:

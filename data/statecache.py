@@ -20,7 +20,7 @@ from data.codec import decode
 from data.online import OnlineReader, as_stored
 from data.store import TraceRow, row_bytes, shard_complete, write_shard
 from recipes.errors import ConfigError, RunError
-from recipes.files import sha256_json
+from recipes.files import locked, sha256_json
 
 HEADERS = 4096  # bytes that a row's two files take beyond its tensors, at most; a tail adds its digits
 SET_NAME = re.compile(r"[0-9a-f]{64}")
@@ -44,8 +44,8 @@ class CachedReader:
     have been computed there. A row has the same bits whether it was computed or read."""
 
     def __init__(self, online: OnlineReader, parent: Path, limit: int) -> None:
-        """Removes what other sets left in `parent`. Raises ConfigError where the folder cannot be written, RunError
-        where the disk has no room for the rows to come (case 14)."""
+        """Removes what other sets and sizes left in `parent`. Raises ConfigError where the folder cannot be written,
+        RunError where the disk has no room for the rows to come (case 14)."""
         self.online, self.limit = online, limit
         self.folder, self.manifest = online.folder, online.manifest
         self.key = set_key(online.folder, online.manifest)
@@ -57,15 +57,24 @@ class CachedReader:
             self.cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"trace.cache_dir: {parent}: cannot write there: {error.strerror}") from None
-        for other in parent.iterdir():
-            if SET_NAME.fullmatch(other.name) and other != self.cache:
-                shutil.rmtree(other, ignore_errors=True)
+        with locked(parent):
+            self.clean(parent)
         present = {path.stem for path in self.cache.glob("*.json")}
         needed = sum(self.sizes[i] for i in self.kept if name_of(i) not in present)
         free = shutil.disk_usage(self.cache).free
         if needed > free:
             raise RunError(f"{parent}: the cache needs {needed / 1e6:.0f} MB more, {free / 1e6:.0f} MB are free; lower "
                            "trace.cache_gb, make room, or set trace.mode to online")
+
+    def clean(self, parent: Path) -> None:
+        """Removes other sets, rows of an earlier and larger trace.cache_gb, and what a killed process left."""
+        for other in parent.iterdir():
+            if SET_NAME.fullmatch(other.name) and other != self.cache:
+                shutil.rmtree(other, ignore_errors=True)
+        wanted = {name_of(i) for i in self.kept}
+        for path in self.cache.iterdir():
+            if path.stem not in wanted:
+                path.unlink()
 
     def bytes_of(self, index: int) -> int:
         target, row = self.online.target, self.online.rows.places[index].listed
@@ -99,7 +108,9 @@ class CachedReader:
         row = self.online.compute(index)
         if row is None:
             return self.online.without_states(self.online.rows[index])
-        write_shard(self.cache, name_of(index), [row], self.online.dtype, {}, self.key)
+        with locked(self.cache.parent):  # a row that fills an empty micro-batch is read by several ranks at once
+            if not self.complete(index):
+                write_shard(self.cache, name_of(index), [row], self.online.dtype, {}, self.key)
         return as_stored(row, self.online.dtype)
 
     def complete(self, index: int) -> bool:

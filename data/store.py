@@ -82,7 +82,7 @@ def write_shard(folder: Path, name: str, rows: list[TraceRow], dtype: torch.dtyp
     Raises RunError where the file system refuses it (full, read-only); no temporary file is left."""
     tensors = pack(rows, dtype)
     path = folder / f"{name}.safetensors"
-    temporary = folder / f".{name}.{os.getpid()}.tmp"
+    temporary = folder / f".{name}.tmp"
     try:
         save_file(tensors, temporary)
         with open(temporary, "rb") as f:

@@ -5,6 +5,8 @@ Nothing here writes, and no target is needed. Legend: T tokens of a shard, F sto
 
 import json
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,10 @@ class Findings:
     faults: list[Fault] = field(default_factory=list)
 
 
-def check_folder(folder: Path, content: bool = True) -> Findings:
-    """Every fault of the folder; without `content` only manifest and lists are read."""
+def check_folder(folder: Path, content: bool = True,
+                 borrowed: Callable[[str], AbstractContextManager] = nullcontext) -> Findings:
+    """Every fault of the folder; without `content` only manifest and lists are read. `borrowed(name)` has the tensors
+    of a shard in the folder while they are read."""
     found = Findings()
     found.manifest, found.faults = read_manifest(folder)
     names = found.manifest["shards"] if found.manifest else None
@@ -57,7 +61,8 @@ def check_folder(folder: Path, content: bool = True) -> Findings:
         if listed is not None:
             found.lists[name] = listed
             if content and not faults:
-                faults = check_file(folder, name, listed, found.manifest)
+                with borrowed(name):
+                    faults = check_file(folder, name, listed, found.manifest)
         if not faults:
             found.intact.append(name)
         found.faults += faults

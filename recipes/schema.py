@@ -128,8 +128,11 @@ class Trace:
         "float32", "storage precision of hidden states; docs/store.md says what each costs")
     shard_mb: PositiveInt = opt(64, "size of one shard")
     batch_tokens: PositiveInt = opt(2048, "tokens of one capture forward, padding included")
+    url: str = opt("", "where the traces are, any fsspec URL such as s3://bucket/folder; credentials come from "
+                       "fsspec's configuration (docs/store.md); empty is runs/<name>/traces")
     cache_dir: str = opt("", "local folder of the cache, in which every run has its own; empty is runs/<name>/cache")
-    cache_gb: PositiveFloat = opt(20.0, "size of the cache at most, in GB of 1e9 bytes")
+    cache_gb: PositiveFloat = opt(20.0, "size at most, in GB of 1e9 bytes, of the states that mode cache keeps "
+                                        "and of the shards of a url that are here")
     max_bad_share: float = opt(0.01, "share of rows with NaN or Inf states above which the run stops")
     verify_rows: NonNegativeInt = opt(8, "make inspect --verify: random rows recomputed with the target and compared")
     verify_seed: int = opt(0, "make inspect --verify: seed that chooses these rows")

@@ -67,7 +67,7 @@ def target(base):
 def opened(base: Path, target: Target, folder: Path, **flags: str):
     """The reader of a copied or original folder under trace.* flags, as train/run.py makes it."""
     section = load_recipe(base, {f"trace.{name}": value for name, value in flags.items()}).trace
-    return with_states(open_rows(section, folder), section, target)
+    return with_states(open_rows(section, folder.parent), section, folder.parent, target)
 
 
 def copied(base: Path, tmp_path: Path) -> Path:
@@ -196,12 +196,15 @@ def test_folder_stays_within_its_size(base, target, tmp_path, monkeypatch):
     reader = CachedReader(whole, tmp_path / "c", sum(sizes) // 2)
     for _ in range(2):
         assert all(same_bits(reader[i], whole[i]) for i in range(len(reader)))
-    files = list((tmp_path / "c").rglob("*.*"))
+    files = list(reader.cache.iterdir())
     assert len(files) == 2 * len(reader.kept) and 3 < len(reader.kept) < 10
     assert sum(p.stat().st_size for p in files) <= sum(sizes) // 2
+    smaller = CachedReader(whole, tmp_path / "c", sum(sizes) // 3)
+    assert {p.stem for p in smaller.cache.iterdir()} == {statecache.name_of(i) for i in smaller.kept}
+    assert sum(p.stat().st_size for p in smaller.cache.iterdir()) <= sum(sizes) // 3
     forbid_target(monkeypatch)
     for i in reader.split("validation"):
-        assert reader[i].id == whole.rows[i].id
+        assert smaller[i].id == whole.rows[i].id
 
 
 def truncate(path: Path) -> None:

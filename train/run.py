@@ -66,11 +66,11 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     options = options_of(recipe.drafter.kind, recipe.drafter.options)
     accelerator = start(recipe.train, None if recipe.train.tracker == "none" else recipe.train.tracker)
     folder = run_dir(recipe)
-    rows = open_rows(recipe.trace, folder / "traces")
+    rows = open_rows(recipe.trace, folder)
     target = Target(recipe.target, recipe.trace.layers)
     check_traces(rows, target, target.layers)
     check_own_prompts(rows, recipe.train.own_prompts)
-    reader = with_states(rows, recipe.trace, target)
+    reader = with_states(rows, recipe.trace, folder, target)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
     drafter = known.build(options, target, counts, recipe.train.seed)
     origin = {"model": recipe.target.model, "fingerprint": target.fingerprint()}
