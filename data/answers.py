@@ -88,11 +88,10 @@ class Answering:
             requests, asked = self.requests(number, live, held)
             live = []
             for answer in self.ask(number, requests):
-                p, turns, history = asked[answer.id]
+                p, turns, history, mask = asked[answer.id]
                 split = "validation" if p.id in held else "train"
-                mask = prompt_turns(self.target, p, answer.prompt, split) + [1] * len(answer.tokens)
-                rows.append(Conversation(answer.id, split, answer.prompt + answer.tokens, mask, answer.overrun,
-                                         answer.finish))
+                rows.append(Conversation(answer.id, split, answer.prompt + answer.tokens,
+                                         mask + [1] * len(answer.tokens), answer.overrun, answer.finish))
                 if number + 1 < len(turns) and answer.finish == "stop":
                     reply = reply_message(self.target.tokenizer, answer.tokens[:-1])
                     live.append((p, turns, [*history, reply]))
@@ -120,8 +119,9 @@ class Answering:
                 self.counts["turns beyond the length limit"] += len(turns) - number
                 continue
             name, greedy = p.id if number == 0 else f"{p.id}/{number}", p.id in held
-            requests.append(Request(name, ids, Sampling() if greedy else sampling, overrun if greedy else 0))
-            asked[name] = p, turns, history
+            mask = prompt_turns(self.target, p, ids, "validation" if greedy else "train")
+            requests.append(Request(name, ids, Sampling() if greedy else sampling, overrun if greedy else 0, mask))
+            asked[name] = p, turns, history, mask
         return requests, asked
 
 

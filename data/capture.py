@@ -8,6 +8,8 @@ from data.store import TraceRow, final_positions
 from drafters.target import Prefix, States, Target
 from recipes.errors import RunError
 
+BAD = "NaN or Inf in hidden states"
+
 
 @dataclass
 class Conversation:
@@ -45,17 +47,22 @@ def capture(target: Target, rows: list[Conversation], batch_tokens: int,
         cache = prefix.fill(target.new_cache(len(batch), width)) if shared else None
         states = behind(prefix, target.forward(ids, positions, cache, logits=False))
         for b, i in enumerate(batch):
-            row = rows[i]
-            length, turns = len(row.ids), torch.tensor(row.turns)
+            row, length = rows[i], len(rows[i].ids)
             taps, final = states.taps[b, :length].cpu().to(dtype), states.final[b, :length].cpu().to(dtype)
             if len(taps) != length or len(final) != length:
                 raise RunError(f"row {row.id}: {len(taps)} states for {length} tokens")
-            if not (torch.isfinite(taps).all() and torch.isfinite(final).all()):
-                bad[row.id] = "NaN or Inf in hidden states"
-                continue
-            traced[i] = TraceRow(row.id, row.split, torch.tensor(row.ids), turns, taps,
-                                 final[final_positions(turns)], row.tail, row.off_policy)
+            finals = final[final_positions(torch.tensor(row.turns))]
+            traced[i] = TraceRow(row.id, row.split, torch.tensor(row.ids), torch.tensor(row.turns), taps, finals,
+                                 row.tail, row.off_policy)
+            if not finite(traced[i]):
+                bad[row.id] = BAD
+                del traced[i]
     return [traced[i] for i in range(len(rows)) if i in traced], bad
+
+
+def finite(row: TraceRow) -> bool:
+    """True where a row's states hold neither NaN nor Inf (case 34)."""
+    return bool(torch.isfinite(row.taps).all() and torch.isfinite(row.final).all())
 
 
 def bare(rows: list[Conversation]) -> list[TraceRow]:
@@ -72,10 +79,12 @@ def behind(prefix: Prefix, states: States) -> States:
     """The rows' states with those of their shared beginning in front."""
     if not prefix.length:
         return states
-    B = len(states.final)
-    taps, final = (torch.cat([first.expand(B, -1, -1), rest], dim=1) for first, rest in (
-        (prefix.states.taps, states.taps), (prefix.states.final, states.final)))
-    return States(final, taps, None)
+
+    def whole(first: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        return torch.cat([first.expand(len(rest), -1, -1), rest], dim=1)
+
+    taps = None if states.taps is None else whole(prefix.states.taps, states.taps)
+    return States(whole(prefix.states.final, states.final), taps, None)
 
 
 def by_tokens(lengths: list[tuple[int, int]], limit: int) -> list[list[int]]:

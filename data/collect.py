@@ -7,7 +7,6 @@ same command goes on and ends with the same files, because a unit's computation 
 import shutil
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +14,17 @@ import torch
 from data.answers import Answering, check_answers
 from data.backends.registry import open_backend
 from data.backends.units import Tally, answer_unit
-from data.capture import Conversation, bare, capture
+from data.capture import BAD, Conversation, bare, capture, finite
 from data.codec import DTYPES, carrier
 from data.console import progress_bar
 from data.generate import Answer, Request
 from data.intake import PromptStage
-from data.place import open_place
+from data.place import behind_url, open_place
 from data.preview import preview
 from data.prompts import Intake, Prompt
 from data.settings import claim, describe, folder_mode, stores_states
-from data.store import FORMAT, bad_rows, row_bytes, write_shard
+from data.staging import Staging
+from data.store import FORMAT, TraceRow, bad_rows, row_bytes, write_shard
 from data.writer import BackgroundWriter
 from drafters.target import Target, require_chat_template
 from recipes.cli import Command, run, run_dir
@@ -52,9 +52,14 @@ class Collector:
         self.backend = open_backend(recipe.generation, self.target)
         self.tally = Tally()
         self.settings = describe(recipe, self.target)
+        self.key = sha256_json(self.settings)
         self.place.pull()
         claim(self.folder, self.settings)
         self.place.share_all()
+        self.dtype = DTYPES[recipe.trace.dtype] if stores_states(recipe.trace) else torch.float32
+        self.staging = Staging(self.folder / "staged", self.key, carrier(self.dtype), recipe.trace.shard_mb * 1e6)
+        # Behind a URL they would have to wait on this disk until the last answer.
+        self.keeps_states = stores_states(recipe.trace) and not behind_url(recipe.trace)
 
     def prompts_stage(self) -> Intake:
         """Prompts of all sources, filtered, with the reasons of those dropped."""
@@ -69,10 +74,12 @@ class Collector:
         return self.unit(part, name, requests, max_tokens)
 
     def unit(self, part: str, name: str, requests: list[Request], max_tokens: int) -> list[Answer]:
-        """Answers of one unit, read where it is complete; rows that the backend lost are missing, and counted."""
+        """Answers of one unit, read where it is complete; rows that the backend lost are missing, and counted. The
+        states that a backend computes on the way are kept."""
         allowed = self.tally.allowed(self.recipe.generation.max_lost_share)
         path = self.folder / part / f"{name}.json"
-        unit = answer_unit(self.backend, path, requests, max_tokens, allowed)
+        keeping = self.staging.unit(name) if part == "answers" and self.keeps_states else None
+        unit = answer_unit(self.backend, path, requests, max_tokens, allowed, keeping)
         self.place.share(path)
         return self.tally.add(unit)
 
@@ -87,6 +94,9 @@ class Collector:
         """Answers to one round's requests, in units."""
         section, answers = self.recipe.generation, []
         self.tally.asked += len(requests)
+        held = sum(p.stat().st_size for p in self.folder.glob("s*/*.safetensors"))
+        if not behind_url(self.recipe.trace):
+            self.check_room(sum(self.bytes_of(r.prompt, r.turns) for r in requests) - held)  # answers come on top
         with progress_bar() as bar:
             task = bar.add_task("answers ", total=len(requests), note="")
             for start in range(0, len(requests), section.unit_rows):
@@ -97,48 +107,64 @@ class Collector:
 
     def capture_stage(self, rows: list[Conversation], intake: Intake) -> None:
         """Manifest first, then every shard that is not complete yet."""
-        section = self.recipe.trace
-        dtype = DTYPES[section.dtype] if stores_states(section) else torch.float32
-        plan = self.plan_shards(rows, dtype)
-        sizes = [self.bytes_of(c, dtype) for c in rows]
-        shards = self.folder / "shards"
-        key = sha256_json(self.settings)
-        missing = [name for name, part in plan.items() if not self.place.complete(name, [c.id for c in part], key)]
-        needed = self.place.room_for([sum(self.bytes_of(c, dtype) for c in plan[name]) for name in missing])
-        free = shutil.disk_usage(self.folder).free
-        if needed * 1.05 > free:
-            raise RunError(f"{self.folder}: traces need {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
-        self.write_described("manifest.json", self.manifest(rows, intake, list(plan), sum(sizes)))
+        section, dtype, shards = self.recipe.trace, self.dtype, self.folder / "shards"
+        plan = self.plan_shards(rows)
+        sizes = {name: sum(self.bytes_of(c.ids, c.turns) for c in part) for name, part in plan.items()}
+        size = sum(sizes.values())
+        missing = [name for name, part in plan.items() if not self.place.complete(name, [c.id for c in part], self.key)]
+        self.staging.open([c.id for name, part in plan.items() if name not in missing for c in part])
+        self.check_room(self.place.room_for([sizes[name] for name in missing]))
+        self.write_described("manifest.json", self.manifest(rows, intake, list(plan), size))
         bad = 0
-        with progress_bar() as bar, BackgroundWriter(self.write) as writer:
-            task = bar.add_task("states  ", total=len(plan), note=f"{sum(sizes) / 1e6:.0f} MB")
+
+        def write(name: str, traced: list[TraceRow], faults: dict[str, str], spent: list[str]) -> None:
+            write_shard(shards, name, traced, dtype, faults, self.key)
+            self.place.finish_shard(name)
+            self.staging.remove(spent)
+
+        with progress_bar() as bar, BackgroundWriter(write) as writer:
+            task = bar.add_task("states  ", total=len(plan), note=f"{size / 1e6:.0f} MB")
             for name, part in plan.items():
                 if name in missing:
-                    traced, faults = ((bare(part), {}) if not stores_states(section) else
-                                      capture(self.target, part, section.batch_tokens, carrier(dtype)))
-                    writer.put(shards, name, traced, dtype, faults, key)
+                    traced, faults = self.traced(part)
+                    writer.put(name, traced, faults, self.staging.spent([c.id for c in part]))
                 bad += len(faults) if name in missing else bad_rows(shards, name)  # running again is no way past
                 if bad > section.max_bad_share * len(rows):
                     raise RunError(f"{bad} of {len(rows)} rows have NaN or Inf states (trace.max_bad_share = "
                                    f"{section.max_bad_share}); check target.dtype and trace.dtype")
                 bar.advance(task)
+        self.staging.close()
 
-    def write(self, shards: Path, name: str, *content: Any) -> None:
-        """Writes a shard where the traces are kept."""
-        write_shard(shards, name, *content)
-        self.place.finish_shard(name)
+    def traced(self, rows: list[Conversation]) -> tuple[list[TraceRow], dict[str, str]]:
+        """The rows with their states, in order, and those left out with the reason: states that came with the answers
+        as they are, those of other rows computed; none where training computes them."""
+        if not stores_states(self.recipe.trace):
+            return bare(rows), {}
+        staged = {row.id: found for row in rows if (found := self.staging.row(row)) is not None}
+        others, bad = capture(self.target, [row for row in rows if row.id not in staged],
+                              self.recipe.trace.batch_tokens, carrier(self.dtype))
+        bad |= {name: BAD for name, row in staged.items() if not finite(row)}
+        found = staged | {row.id: row for row in others}
+        return [found[row.id] for row in rows if row.id not in bad], bad
 
     def write_described(self, name: str, value: dict[str, Any]) -> None:
         """Writes a JSON file of the trace folder."""
         write_json(self.folder / name, value)
         self.place.share(self.folder / name)
 
-    def bytes_of(self, row: Conversation, dtype: torch.dtype) -> int:
-        finals = sum(turn != 0 for turn in row.turns[1:])
-        width = len(self.target.layers) * self.target.hidden if stores_states(self.recipe.trace) else 0
-        return row_bytes(len(row.ids), finals, width, self.target.hidden, dtype)
+    def check_room(self, needed: float) -> None:
+        """Raises RunError where missing shards of so many bytes do not fit."""
+        needed = needed * 1.05 - self.staging.returns()
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise RunError(f"{self.folder}: traces need {needed / 1e6:.0f} MB more, {free / 1e6:.0f} MB are free")
 
-    def plan_shards(self, rows: list[Conversation], dtype: torch.dtype) -> dict[str, list[Conversation]]:
+    def bytes_of(self, ids: list[int], turns: list[int]) -> int:
+        finals = sum(turn != 0 for turn in turns[1:])
+        width = len(self.target.layers) * self.target.hidden if stores_states(self.recipe.trace) else 0
+        return row_bytes(len(ids), finals, width, self.target.hidden, self.dtype)
+
+    def plan_shards(self, rows: list[Conversation]) -> dict[str, list[Conversation]]:
         """Rows of each shard, in order, cut where a shard reaches its size: the same on every run."""
         plan: dict[str, list[Conversation]] = {}
         filled = float("inf")
@@ -146,7 +172,7 @@ class Collector:
             if filled >= self.recipe.trace.shard_mb * 1e6:
                 plan[f"shard-{len(plan):05d}"], filled = [], 0
             plan[f"shard-{len(plan) - 1:05d}"].append(row)
-            filled += self.bytes_of(row, dtype)
+            filled += self.bytes_of(row.ids, row.turns)
         return plan
 
     def manifest(self, rows: list[Conversation], intake: Intake, shards: list[str], size: int) -> dict[str, Any]:
@@ -154,7 +180,7 @@ class Collector:
         counts = Counter(t for c in rows if c.split == "train" for t, turn in zip(c.ids, c.turns) if turn > 0)
         tokens = sum(len(c.ids) for c in rows)
         return {
-            "format": FORMAT, "mode": folder_mode(self.recipe.trace), "key": sha256_json(self.settings),
+            "format": FORMAT, "mode": folder_mode(self.recipe.trace), "key": self.key,
             "target": self.settings["target"], "model": self.recipe.target.model, "layers": self.target.layers,
             "convention": "hidden_states[k]: state entering layer k; final after the final norm",
             "hidden_size": self.target.hidden, "vocab_size": self.target.vocab_size,

@@ -103,6 +103,8 @@ def _from_turns(name: str, value: Any, body: dict, row: dict, notes: list[str]) 
     turns, given = decoded(value) if name in ("messages", "ShareGPT") else value, []
     if name == "Alpaca":
         turns, given = _alpaca(body)
+    elif name == "prompt" and is_turns(decoded(turns)):
+        turns = decoded(turns)
     elif isinstance(turns, str) and name == "prompt":
         turns = [{"role": "user", "content": turns}]
     if not isinstance(turns, list) or not turns:
@@ -245,6 +247,12 @@ def _given(turns: list[tuple[str, Turn]], notes: list[str]) -> list[Turn]:
     except Unusable:  # the target answers itself, so a bad answer costs nothing
         notes.append("unreadable answer left out")
         return []
+
+
+def is_turns(value: Any) -> bool:
+    """True for a list of messages, which a table's cell holds as JSON text; a prompt may be a JSON list too."""
+    return isinstance(value, list) and bool(value) and all(
+        isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value)
 
 
 def decoded(value: Any) -> Any:

@@ -91,7 +91,7 @@ class PromptStage:
         counts = wanted(self.section)
         held_out = [p for name in evaluation_sets(self.recipe) for p in evaluation_prompts(name)[0]]
         loaded = [self.load(number, source) for number, source in enumerate(sources_of(self.section))]
-        console.print(sources_table(loaded, counts))
+        console.print(sources_table(loaded, counts, self.recipe.generation.answers == "keep"))
         keep = Filter(held_out, self.section.filters)
         for source, count in zip(loaded, counts):
             if source.source.kind == "synthesis":

@@ -162,11 +162,11 @@ class Remote:
             self.shared[name] = state(path)
 
     def share_all(self) -> None:
-        """Shares every finished file but shards; journals of units in work stay here."""
-        for path in sorted(self.folder.rglob("*")):
-            kept = path.suffix == ".json" and path.parent.name != "shards" or path.match("prompts/hub-*.jsonl")
-            if path.is_file() and kept and not path.name.startswith("."):
-                self.share(path)
+        """Shares every finished file but shards; what waits or is in work stays here."""
+        for pattern in ("*.json", "prompts/*.json", "prompts/hub-*.jsonl", "answers/*.json"):
+            for path in sorted(self.folder.glob(pattern)):
+                if not path.name.startswith("."):
+                    self.share(path)
 
     def finish_shard(self, name: str) -> None:
         """Puts a shard, then its list, and removes the local tensors."""

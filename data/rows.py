@@ -57,7 +57,7 @@ def local_rows(source: PromptSource, where: str) -> Iterator[Row]:
             yield from READERS[source.kind](path, source)
         except (OSError, ValueError, pa.ArrowException) as error:
             reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-            raise ConfigError(f"{path}: cannot read prompts: {reason}") from None
+            raise ConfigError(f"{where}: {path}: cannot read prompts: {reason}") from None
 
 
 def _jsonl(path: Path, source: PromptSource) -> Iterator[Row]:

@@ -76,9 +76,10 @@ def check_bad(loaded: Loaded, refused: Counter, max_bad_share: float) -> None:
     if bad.total() > max_bad_share * loaded.rows:
         reasons = [f"{reason} {n}" + (f" (first: {loaded.first[reason]})" if reason in loaded.first else "")
                    for reason, n in bad.most_common()]
+        named = "" if loaded.source.kind == "log" else "name its text_field, "
         raise ConfigError(f"{loaded.label}: {bad.total()} of {loaded.rows} rows are unusable, more than "
-                          f"prompts.max_bad_share = {max_bad_share}: {', '.join(reasons)}; correct the file, name its "
-                          "text_field, or raise that share")
+                          f"prompts.max_bad_share = {max_bad_share}: {', '.join(reasons)}; correct the file, "
+                          f"{named}or raise that share")
 
 
 def shortened(text: str) -> str:
@@ -95,8 +96,9 @@ def example(loaded: Loaded) -> str:
     return shortened(next(m["content"] for m in first.messages if m["role"] == "user"))
 
 
-def sources_table(loaded: list[Loaded], counts: list[int | None]) -> Table:
-    """What was found, for a look before the run: a few lines a source, empty ones left out."""
+def sources_table(loaded: list[Loaded], counts: list[int | None], kept: bool) -> Table:
+    """What was found, for a look before the run: a few lines a source, empty ones left out. `kept`: given
+    answers are learnt from."""
     table = Table("prompt sources", "", show_header=True, box=box.SIMPLE, pad_edge=False)
     table.columns[1].overflow = "fold"
     for one, count in zip(loaded, counts):
@@ -105,8 +107,9 @@ def sources_table(loaded: list[Loaded], counts: list[int | None]) -> Table:
             lines["formats"] = "written by the target"
         else:
             answers = sum(bool(p.given) for p in one.prompts)
+            fate = "kept for training (off-policy)" if kept else "which the target replaces by its own"
             lines |= {"rows": str(one.rows), "formats": listed(one.formats),
-                      "with answers": f"{answers}, which the target replaces by its own" if answers else "",
+                      "with answers": f"{answers}, {fate}" if answers else "",
                       "normalised": listed(one.normalised), "dropped": listed(one.dropped),
                       "first prompt": example(one) if one.prompts else ""}
         for name, text in lines.items():

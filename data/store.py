@@ -159,57 +159,48 @@ class _Place:
     listed: dict[str, Any]
 
 
-class TraceReader:
-    """Rows of a finished trace folder by index, read by mmap; every shard's checksum is verified on opening.
+class ShardReader:
+    """Rows of complete shards by index, read by mmap; every shard's checksum is verified when it is opened.
     States come back in their storage precision, those stored in 8 bits as float32."""
 
-    def __init__(self, folder: Path, shards: list[str] | None = None, mode: str = "store") -> None:
-        """Opens the folder, or only the named shards. Rows of a folder of mode `online` have states of width 0
-        (data/online.py). Raises RunError where they are not a complete store of this format, ConfigError where the
-        folder is of another mode."""
-        self.folder = folder
-        self.manifest = read_manifest(folder)
-        check_mode(folder, self.manifest, mode)
+    def __init__(self, shards: Path, key: str) -> None:
+        """Opens nothing yet. `shards`: their folder; `key`: the trace set that they must belong to."""
+        self.shards, self.key = shards, key
         self.places: list[_Place] = []
         self.files: dict[str, Any] = {}
         self.scaled: dict[str, bool] = {}
-        for name in self.manifest["shards"] if shards is None else shards:
-            self.index(name)
-        if not self.places:
-            raise RunError(f"{folder}: holds no rows")
 
     def index(self, name: str) -> None:
-        shards = self.folder / "shards"
-        path = shards / f"{name}.safetensors"
+        """Adds the rows of a shard. Raises RunError where it is not complete, not intact, or of another set."""
+        path = self.shards / f"{name}.safetensors"
+        places: list[_Place] = []
         try:
-            listed = json.loads((shards / f"{name}.json").read_text(encoding="utf-8"))
+            listed = json.loads((self.shards / f"{name}.json").read_text(encoding="utf-8"))
             if sha256_file(path) != listed["sha256"]:
-                raise RunError(f"{path}: checksum differs from its list; delete this shard and run `make trace`")
-            if listed["key"] != self.manifest["key"]:
-                raise RunError(f"{path}: belongs to another trace set; delete this shard and run `make trace`")
-            file = self.files[name] = safe_open(path, framework="pt")
+                raise RunError(f"{path}: checksum differs from its list; `make inspect ARGS=--repair` makes it again")
+            if listed["key"] != self.key:
+                raise RunError(f"{path}: belongs to another trace set; `make inspect ARGS=--repair` makes it again")
+            file = safe_open(path, framework="pt")
             token = final = 0
             for row in listed["rows"]:
-                self.places.append(_Place(name, token, final, row))
+                places.append(_Place(name, token, final, row))
                 token += row["tokens"]
                 final += row["finals"]
             held = [file.get_slice(part).get_shape()[0] for part in ("ids", "turns", "taps", "final")]
-            self.scaled[name] = "taps_scale" in file.keys()
+            has_scales = "taps_scale" in file.keys()
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             raise RunError(f"{path}: missing or torn; run `make trace` again to write it") from None
         if held != [token, token, token, final]:
             raise RunError(f"{path}: its list counts {token} tokens and {final} final states, the shard holds {held}; "
-                           "delete this shard and run `make trace`")
+                           "`make inspect ARGS=--repair` makes it again")
         if not list_intact(listed, name):
-            raise RunError(f"{shards / f'{name}.json'}: renamed or edited since it was written; delete this shard and "
-                           "run `make trace`")
+            raise RunError(f"{self.shards / f'{name}.json'}: renamed or edited since it was written; `make inspect "
+                           "ARGS=--repair` makes it again")
+        self.places += places
+        self.files[name], self.scaled[name] = file, has_scales
 
     def __len__(self) -> int:
         return len(self.places)
-
-    def split(self, name: str) -> list[int]:
-        """Indices of the rows of a split, in stored order."""
-        return [i for i, place in enumerate(self.places) if place.listed["split"] == name]
 
     def tokens(self, index: int) -> int:
         """Length of a row without reading it."""
@@ -239,3 +230,24 @@ class TraceReader:
             ids=file.get_slice("ids")[tokens], turns=file.get_slice("turns")[tokens].long(),
             taps=self.states(place.shard, "taps", tokens), final=self.states(place.shard, "final", finals),
         )
+
+
+class TraceReader(ShardReader):
+    """Rows of a finished trace folder."""
+
+    def __init__(self, folder: Path, shards: list[str] | None = None, mode: str = "store") -> None:
+        """Opens the folder, or only the named shards. Rows of a folder of mode `online` have states of width 0
+        (data/online.py). Raises RunError where they are not a complete store of this format, ConfigError where the
+        folder is of another mode."""
+        self.manifest = read_manifest(folder)
+        check_mode(folder, self.manifest, mode)
+        super().__init__(folder / "shards", self.manifest.get("key"))
+        self.folder = folder
+        for name in self.manifest["shards"] if shards is None else shards:
+            self.index(name)
+        if not self.places:
+            raise RunError(f"{folder}: holds no rows")
+
+    def split(self, name: str) -> list[int]:
+        """Indices of the rows of a split, in stored order."""
+        return [i for i, place in enumerate(self.places) if place.listed["split"] == name]

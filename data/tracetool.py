@@ -145,6 +145,7 @@ def table(place: LocalPlace | Remote, found: Findings) -> Table:
         "final states": sum(row["finals"] for row in rows),
         "answers ended by": counted(manifest["finish"]),
         "prompts dropped": counted(manifest["dropped"]) or "none",
+        "left out of answers": counted(manifest.get("answers_left_out", {})) or "none",
         "layers": f"{manifest['layers']}, hidden size {manifest['hidden_size']}",
         "dtype": manifest["dtype"],
         "bytes": f"{size} ({size / manifest['predicted_bytes'] - 1:+.2%} of predicted)" if size else "0",
@@ -167,6 +168,9 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     place.pull()
     if place.empty():
         raise RunError(f"{place.url}: no traces; run `make trace` first")
+    if not (place.folder / "manifest.json").exists() and not any((place.folder / "shards").glob("*")):
+        units = len(list(place.folder.glob("answers/*.json")))
+        raise RunError(f"{place.url}: no states yet ({units} finished units of answers); run `make trace` to its end")
     checks = switches & {"verify", "repair"}
     if "repair" in switches:
         found = repair(recipe)
@@ -178,7 +182,10 @@ def main(recipe: Recipe, switches: set[str]) -> None:
         console.print(table(place, found))
     report(found.faults)
     if found.faults:
-        raise RunError(f"{place.url}: {len(found.faults)} faults; `--repair` removes what is broken and makes it again")
+        foreign = any("of another configuration" in f.what and f.file == "settings.json" for f in found.faults)
+        way = ("these traces are another recipe's or target's: use another `name`" if foreign
+               else "`--repair` removes what is broken and makes it again")
+        raise RunError(f"{place.url}: {len(found.faults)} faults; {way}")
     if checks:
         print("every checksum, fingerprint and recomputed row holds")
 

@@ -80,7 +80,7 @@ def load(folder: Path, target: Target) -> Any:
     if meta["layers"] != target.layers:
         raise ConfigError(f"{folder}: trained on layers {meta['layers']}, but the target is tapped at {target.layers}")
     options = options_of(meta["kind"], meta["options"])
-    drafter = entry(meta["kind"]).load(options, meta["shape"], meta["layers"], read_tensors(folder), target)
+    drafter = entry(meta["kind"]).code.load(options, meta["shape"], meta["layers"], read_tensors(folder), target)
     return drafter.to(target.device, target.dtype).eval()
 
 

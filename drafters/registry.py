@@ -1,26 +1,32 @@
 """Every drafter this version knows. A new one is a file and a line here."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-from drafters import eagle3
 from recipes.errors import ConfigError
 from recipes.loader import parse_into
 
 
 @dataclass(frozen=True)
 class Entry:
-    """options: dataclass of `drafter.options`; build: fresh drafter; load: drafter from a checkpoint's parts."""
+    """A drafter's module, which has `Options` (the dataclass of `drafter.options`), `build` (a fresh drafter) and
+    `load` (a drafter from a checkpoint's parts), and the script that trains it.
 
-    options: type
-    build: Callable[..., Any]
-    load: Callable[..., Any]
+    The module is imported where it is used: a table of all drafters must not load torch.
+    """
+
+    module: str
     script: str
+
+    @property
+    def code(self) -> ModuleType:
+        return import_module(self.module)
 
 
 REGISTRY: dict[str, Entry] = {
-    "eagle3": Entry(eagle3.Options, eagle3.build, eagle3.load, "train/eagle3.py"),
+    "eagle3": Entry("drafters.eagle3", "train/eagle3.py"),
 }
 
 
@@ -33,4 +39,4 @@ def entry(kind: str) -> Entry:
 
 def options_of(kind: str, values: dict[str, Any]) -> Any:
     """`drafter.options` as the drafter's own dataclass, strictly."""
-    return parse_into(entry(kind).options, values, f"drafter.options ({kind})")
+    return parse_into(entry(kind).code.Options, values, f"drafter.options ({kind})")

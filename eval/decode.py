@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from data.capture import behind
 from data.sampling import Sampling, draw, probabilities
 from drafters.base import Drafter, DraftSession
 from drafters.target import Target
@@ -94,15 +95,17 @@ class Decoder:
 
     def prefill(self, prompts: list[list[int]], outputs: list[Output], session: DraftSession | None,
                 capacity: int) -> Rows:
-        """Runs the prompts together and decides each row's first token."""
+        """Runs the prompts together, what all begin with once, and decides each row's first token."""
         device = self.target.device
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long, device=device)
         for b, prompt in enumerate(prompts):
             ids[b, : len(prompt)] = torch.tensor(prompt, device=device)
         positions = torch.arange(ids.shape[1], device=device).expand_as(ids).contiguous()
-        cache = self.target.new_cache(len(prompts), capacity)
-        states = self.target.forward(ids, positions, cache, logits=False)
+        prefix = self.target.prefix(prompts)
+        cache = prefix.fill(self.target.new_cache(len(prompts), capacity))
+        own = slice(prefix.length, None)
+        states = behind(prefix, self.target.forward(ids[:, own], positions[:, own], cache, logits=False))
         at = torch.arange(len(prompts), device=device)
         first = self.choose(self.target.head(states.final[at, lengths - 1]))
         rows = Rows(cache, list(range(len(prompts))), lengths, first)

@@ -1,5 +1,6 @@
 """What every entry point shares: flags, exit codes, errors without a traceback, the run's folder."""
 
+import errno
 import sys
 import textwrap
 import traceback
@@ -12,6 +13,7 @@ from recipes.files import write_text
 from recipes.loader import dump_recipe, flags, load_recipe
 from recipes.schema import Recipe
 
+FULL = "; what was finished is kept: make room and run the same command again"
 DEFAULT_RECIPE = "recipes/smollm2-135m/eagle3-demo.yaml"
 
 
@@ -76,7 +78,8 @@ def run(command: Command, argv: list[str] | None = None) -> None:
         fail(command.name, str(error), error.exit_code, debug)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        fail(command.name, f"{place}{error.strerror or error}", RunError.exit_code, debug)
+        advice = FULL if error.errno == errno.ENOSPC else ""
+        fail(command.name, f"{place}{error.strerror or error}{advice}", RunError.exit_code, debug)
     except KeyboardInterrupt:
         fail(command.name, "interrupted; run the same command again to go on", INTERRUPTED, debug)
     sys.exit(0)

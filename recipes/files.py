@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` when the block ends: a reader sees the old content or the new,
-    never a part. Nothing is left where the block raises."""
+    never a part. Nothing is left where the block raises; an OSError names `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as f:
@@ -21,6 +21,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write that fails (a full disk) names no file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)

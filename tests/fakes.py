@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.base import Draft
 from drafters.eagle3 import Eagle3, Options, Shape
-from drafters.target import States
+from drafters.target import Prefix, States
 
 
 class TokenCache:
@@ -37,6 +37,9 @@ class RuleTarget:
 
     def head(self, final: Tensor) -> Tensor:
         return final
+
+    def prefix(self, rows: list[list[int]]) -> Prefix:
+        return Prefix()
 
     def forward(self, ids: Tensor, positions: Tensor, cache: TokenCache, rows: Tensor | None = None,
                 logits: bool = True) -> States:

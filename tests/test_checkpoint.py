@@ -26,7 +26,7 @@ def base(tmp_path_factory):
 
 def fresh(target, **options):
     options = options_of("eagle3", {"draft_vocab_size": 16, "tap_norms": True, **options})
-    return entry("eagle3").build(options, target, COUNTS, seed=3)
+    return entry("eagle3").code.build(options, target, COUNTS, seed=3)
 
 
 def meta_of(drafter, target) -> dict:

@@ -11,10 +11,12 @@ import yaml
 
 from data import collect
 from data.answers import prompt_turns
+from data.capture import capture
 from data.chat import prompt_ids
 from data.collect import COMMAND
 from data.generate import Answer, Generator
 from data.prompts import Prompt, hold_out, read_jsonl
+from data.staging import UnitParts
 from data.store import TraceReader
 from recipes.cli import run
 from recipes.loader import load_recipe
@@ -158,8 +160,8 @@ def test_run_stopped_at_any_write_goes_on_to_the_same_bytes(world, tmp_path, mon
             run(COMMAND, ["--config", str(recipe)])
     done = {p.stem for p in (traces / "answers").glob("*.json")}
     generate = Generator.run
-    monkeypatch.setattr(Generator, "run", lambda self, requests, *rest: (
-        asked.extend(r.id for r in requests), generate(self, requests, *rest))[1])
+    monkeypatch.setattr(Generator, "run", lambda self, requests, **named: (
+        asked.extend(r.id for r in requests), generate(self, requests, **named))[1])
     assert trace(recipe) == 0
     assert content(traces) == content(world[2])
     assert len(asked) == len(set(asked)) == 10 - min(10, 4 * len(done))
@@ -255,16 +257,22 @@ def test_one_id_for_two_prompts_is_refused(world, tmp_path, capsys):
     assert "id 'p0' names two different prompts" in capsys.readouterr().err
 
 
-def test_bad_states_stop_the_run_again_and_again(world, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("came", ["with the answers", "afterwards"])
+def test_bad_states_stop_the_run_again_and_again(world, tmp_path, capsys, monkeypatch, came):
     """Above the allowed share of NaN rows the run stops, and running it again is no way past (case 34)."""
     recipe, _ = fresh(tmp_path, world)
-    capture = collect.capture
+    add = UnitParts.add
 
-    def faulty(target, rows, *rest):
-        kept, bad = capture(target, rows, *rest)
-        return [r for r in kept if r.id != "p4"], bad | {r.id: "NaN" for r in rows if r.id == "p4"}
+    def keep(self, id, ids, turns, taps, final):
+        if came == "with the answers":
+            add(self, id, ids, turns, taps.fill_(float("nan")) if id == "p4" else taps, final)
 
-    monkeypatch.setattr(collect, "capture", faulty)
+    def compute(target, rows, *rest):
+        kept, faults = capture(target, rows, *rest)
+        return [r for r in kept if r.id != "p4"], faults | {r.id: "NaN" for r in rows if r.id == "p4"}
+
+    monkeypatch.setattr(UnitParts, "add", keep)
+    monkeypatch.setattr(collect, "capture", compute)
     for _ in range(2):
         assert trace(recipe, "--trace.max_bad_share", "0.05") == 1
         assert "1 of 10 rows have NaN or Inf states" in capsys.readouterr().err

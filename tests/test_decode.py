@@ -41,7 +41,7 @@ def test_greedy_equals_plain_and_transformers(world, K):
     target, answers = world
     counts = {i: 1 for i in range(3, 60)}
     options = options_of("eagle3", {"draft_vocab_size": 40})
-    drafter = entry("eagle3").build(options, target, counts, seed=0).double().eval()
+    drafter = entry("eagle3").code.build(options, target, counts, seed=0).double().eval()
     decoder = Decoder(target, LIMIT, end_ids=ENDS)
     assert [o.tokens for o in decoder.plain(PROMPTS)] == answers
     batch = decoder.speculative(PROMPTS, drafter, K)
@@ -50,6 +50,21 @@ def test_greedy_equals_plain_and_transformers(world, K):
         assert [o.tokens for o in out] == answers
         assert [o.finish for o in out] == [finish(a) for a in answers]
     assert [o.drafts for o in batch] == [o.drafts for o in alone]
+
+
+def test_prompts_that_begin_alike_decode_as_alone(world):
+    """A shared system message is run once: texts and drafts are those of each prompt alone, with and without drafts."""
+    target, _ = world
+    head = [(5 * i) % 37 + 3 for i in range(9)]
+    prompts = [head + p for p in PROMPTS]
+    options = options_of("eagle3", {"draft_vocab_size": 40})
+    drafter = entry("eagle3").code.build(options, target, {i: 1 for i in range(3, 60)}, seed=0).double().eval()
+    decoder = Decoder(target, LIMIT, end_ids=ENDS)
+    assert target.prefix(prompts).length == 9
+    batch = decoder.speculative(prompts, drafter, 3)
+    alone = [decoder.speculative([p], drafter, 3)[0] for p in prompts]
+    assert [(o.tokens, o.drafts) for o in batch] == [(o.tokens, o.drafts) for o in alone]
+    assert [o.tokens for o in decoder.plain(prompts)] == [o.tokens for o in batch]
 
 
 @settings(max_examples=12, deadline=None)

@@ -162,6 +162,14 @@ def test_own_id_or_the_contents(row, field, expected):
     assert parse(row | {"prompt": "what is new"}, id_field=field).prompt.id == (expected or content_id(ASK))
 
 
+def test_turns_in_a_cell_under_a_named_field():
+    """A table's cell holds messages as JSON text: they are turns, while a prompt that is a JSON list stays a prompt."""
+    cell = '[{"role": "user", "content": "what is new"}]'
+    assert parse({"chat": cell}, text_field="chat").prompt.messages == ASK
+    for text in ("[3, 1, 2]", "[]", '[{"content": "x"}]', "[not json"):
+        assert parse({"chat": text}, text_field="chat").prompt.messages == [{"role": "user", "content": text}]
+
+
 def test_named_text_field():
     """`text_field` names the prompt; a row without it is refused by that name, whatever else it holds."""
     assert parse({"question": "what is new", "prompt": "other"}, text_field="question").prompt.messages == ASK

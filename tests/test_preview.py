@@ -99,8 +99,8 @@ def test_nothing_is_left_and_nothing_is_changed(tmp_path, small, monkeypatch):
     """A preview writes no run folder; after it the run gives the files of a run without it; on a finished run of other
     settings it still works and touches nothing; at most four prompts are answered (cases 16, 30)."""
     asked, generate = [], Generator.run
-    monkeypatch.setattr(Generator, "run", lambda self, requests, *rest: (
-        asked.append({r.id for r in requests}), generate(self, requests, *rest))[1])
+    monkeypatch.setattr(Generator, "run", lambda self, requests, **named: (
+        asked.append({r.id for r in requests}), generate(self, requests, **named))[1])
     recipe = recipe_for(tmp_path, small)
     before = files(tmp_path)
     assert trace(recipe, "--preview") == 0

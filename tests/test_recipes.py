@@ -1,6 +1,8 @@
 """The recipe loader is strict, every field is documented, and the command line changes only on purpose."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ def command_line() -> list[str]:
     names = [f"--{name}" for name, _, _ in flags(Recipe)]
     names += [f"--prompts.sources[].{f.name}" for f in dataclasses.fields(PromptSource)]
     for kind, known in REGISTRY.items():
-        names += [f"--drafter.options.{f.name} ({kind})" for f in dataclasses.fields(known.options)]
+        names += [f"--drafter.options.{f.name} ({kind})" for f in dataclasses.fields(known.code.Options)]
     return names
 
 
@@ -123,7 +125,7 @@ def test_every_field_has_help_and_is_listed():
         assert about and "\n" not in about and f"  --{name} {default!r}: {about}\n" in text
     assert "--quick  faster" in text and "143 stopped by SIGTERM" in text
     for known in REGISTRY.values():
-        assert all(f.metadata["help"] for f in dataclasses.fields(known.options))
+        assert all(f.metadata["help"] for f in dataclasses.fields(known.code.Options))
     assert all(f.metadata["help"] for f in dataclasses.fields(PromptSource))
 
 
@@ -147,3 +149,12 @@ def test_resolved_recipe_round_trips(tmp_path, path):
 def test_command_line_is_frozen():
     """A new, renamed or dropped option is a decision: change tests/cli_options.txt with it."""
     assert command_line() == SNAPSHOT.read_text().splitlines()
+
+
+def test_script_of_a_recipe_is_found_without_torch():
+    """`make train` asks for the script first: that must not take the seconds that loading torch takes."""
+    code = ("import sys; sys.argv = ['x', '--config', 'recipes/smollm2-135m/eagle3-demo.yaml']\n"
+            "import runpy\ntry: runpy.run_module('train.script', run_name='__main__')\n"
+            "except SystemExit as stop: assert not stop.code\nassert 'torch' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "train/eagle3.py\n"), done.stderr

@@ -61,7 +61,7 @@ def trained(tmp_path_factory):
     prompts = [torch.randint(3, 40, (1 + i % 5,), generator=g).tolist() for i in range(12)]
     rows = traced(target, prompts, ENDS, torch.float64)
     options = options_of("eagle3", {"draft_vocab_size": 48, "depth": 3, "deepen_at": 0.0})
-    drafter = entry("eagle3").build(options, target, {i: 1 for i in range(3, 64)}, seed=0).double()
+    drafter = entry("eagle3").code.build(options, target, {i: 1 for i in range(3, 64)}, seed=0).double()
     batch = collate(rows[:6]).to(target.device, torch.float64)
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=5e-3)
     for _ in range(40):

@@ -199,12 +199,15 @@ def test_table_shows_what_was_found(tmp_path):
                                                                          {"from": "gpt", "value": "yes"}]},
         {"messages": [{"role": "system", "content": " "}, {"role": "user", "content": "hi"}]}, {"text": "x"}])
     console = Console(width=200, record=True, file=open(os.devnull, "w"))
-    console.print(sources_table([read(path, "jsonl"), Loaded(1, PromptSource(count=5))], [2, 5]))
+    console.print(sources_table([read(path, "jsonl"), Loaded(1, PromptSource(count=5))], [2, 5], False))
     shown = " ".join(console.export_text().split())
     for part in (f"prompts.sources[0] jsonl {path}", "rows 4", "wanted 2", "prompt 1, ShareGPT 1, messages 1",
                  "with answers 1", "empty system turn left out 1", "none of the fields", "[red]tell me more more",
                  "prompts.sources[1] synthesis", "written by the target"):
         assert part in shown
+    kept = Console(width=200, record=True, file=open(os.devnull, "w"))
+    kept.print(sources_table([read(path, "jsonl")], [2], True))
+    assert "with answers 1, kept for training" in " ".join(kept.export_text().split())
     assert shortened("x" * 60) == "x" * 60 and shortened("x" * 61) == "x" * 57 + "..."
 
 

@@ -215,10 +215,24 @@ DAMAGE = [
 ]
 
 
+def same_store(traces: Path, undisturbed: Path) -> None:
+    """The same files but for the bytes of states, which may differ by the order of sums."""
+    ours, theirs = files(traces), files(undisturbed)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] == theirs[name] for name in ours if not name.startswith("shards/"))
+    a, b = TraceReader(traces), TraceReader(undisturbed)
+    assert [place.listed for place in a.places] == [place.listed for place in b.places]
+    for i in range(len(TEXTS)):
+        assert torch.equal(a[i].ids, b[i].ids) and torch.equal(a[i].turns, b[i].turns)
+        for x, y in ((a[i].taps, b[i].taps), (a[i].final, b[i].final)):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-4 * float(y.abs().max()))
+
+
 @pytest.mark.parametrize("damage, said, captured", DAMAGE, ids=[d[0].__name__ for d in DAMAGE])
 def test_damage_is_named_and_repaired(world, copied, capsys, monkeypatch, damage, said, captured):
     """Each fault is listed with exit code 1 and nothing touched; repair captures only what is broken from the answers
-    that are there, and ends with the bytes of an undisturbed run (cases 34, 35, 36)."""
+    that are there, and ends with the store of an undisturbed run: states that came with the answers are computed again
+    in another order of sums, everything else is the same to the byte (cases 34, 35, 36)."""
     recipe, traces = copied
     damage(traces)
     before = files(traces)
@@ -229,13 +243,17 @@ def test_damage_is_named_and_repaired(world, copied, capsys, monkeypatch, damage
     assert "Traceback" not in out.err and files(traces) == before
     runs, calls = [], []
     generate = Generator.run
-    monkeypatch.setattr(Generator, "run", lambda *args: runs.append(1) or generate(*args))
-    monkeypatch.setattr(collect, "capture", lambda target, rows, *rest: calls.append(len(rows)) or capture(
-        target, rows, *rest))
+    monkeypatch.setattr(Generator, "run", lambda *args, **named: runs.append(1) or generate(*args, **named))
+
+    def spy(target, rows, *rest):
+        calls.extend([len(rows)] if rows else [])
+        return capture(target, rows, *rest)
+
+    monkeypatch.setattr(collect, "capture", spy)
     sample = "8" if damage is slightly_off else "2"
     assert call(INSPECT, recipe, "--repair", "--trace.verify_rows", sample) == 0
     assert "recomputed row holds" in capsys.readouterr().out
-    assert files(traces) == files(world[2]) and len(TraceReader(traces)) == len(TEXTS)
+    same_store(traces, world[2])
     assert len(calls) == captured and len(runs) == (damage is tear_answers)
 
 
@@ -319,6 +337,23 @@ def test_store_without_rows_is_an_error(copied, capsys, switch):
     edit(traces / "manifest.json", lambda m: m.update(shards=[], rows=0))
     assert call(INSPECT, recipe, *switch) == 1
     assert "no shard holds a row" in capsys.readouterr().out
+
+
+def test_folder_without_states_says_how_far_it_is(copied, capsys):
+    """A run that is still answering is no damaged store: nothing is called a fault."""
+    recipe, traces = copied
+    shutil.rmtree(traces / "shards")
+    (traces / "manifest.json").unlink()
+    assert call(INSPECT, recipe) == 1
+    out = capsys.readouterr()
+    assert "no states yet (2 finished units of answers); run `make trace`" in out.err and "fault" not in out.out
+
+
+def test_repair_is_not_advised_where_it_would_refuse(copied, capsys):
+    """Traces of another recipe are nothing to mend: the message says so (case 36)."""
+    assert call(INSPECT, copied[0], "--verify", "--generation.seed", "9") == 1
+    error = capsys.readouterr().err
+    assert "use another `name`" in error and "--repair" not in error
 
 
 @pytest.mark.parametrize("switch", ["--verify", "--repair"])

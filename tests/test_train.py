@@ -48,7 +48,7 @@ def build(base, tmp_path):
         options = options_of("eagle3", recipe.drafter.options)
         AcceleratorState._reset_state(True)
         accelerator = start(recipe.train, None)
-        drafter = entry("eagle3").build(options, base.target, {i: 1 for i in range(3, 40)}, recipe.train.seed)
+        drafter = entry("eagle3").code.build(options, base.target, {i: 1 for i in range(3, 40)}, recipe.train.seed)
         section = recipe.train
         plan = plan_for(base.reader, section.batch_rows, 1, section.accumulation, section.seed)
         if rows is not None:

@@ -72,7 +72,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     check_own_prompts(rows, recipe.train.own_prompts)
     reader = with_states(rows, recipe.trace, folder, target)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
-    drafter = known.build(options, target, counts, recipe.train.seed)
+    drafter = known.code.build(options, target, counts, recipe.train.seed)
     origin = {"model": recipe.target.model, "fingerprint": target.fingerprint()}
     del target
     plan = plan_for(reader, recipe.train.batch_rows, accelerator.num_processes, recipe.train.accumulation,

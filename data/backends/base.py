@@ -6,6 +6,7 @@ from typing import Protocol
 
 from data.backends.journal import Journal
 from data.generate import Answer, Request
+from data.recorder import Keeper
 from recipes.errors import RunError
 
 
@@ -36,11 +37,13 @@ class Losses:
 class Backend(Protocol):
     """Answers requests with the target's token ids."""
 
-    def run(self, requests: list[Request], max_tokens: int, journal: Journal, losses: Losses) -> list[Answer]:
+    def run(self, requests: list[Request], max_tokens: int, journal: Journal, losses: Losses,
+            keeper: Keeper | None = None) -> list[Answer]:
         """Answers in the order of the requests; a row that `losses` names has none.
 
         A backend whose answers come one by one adds each to the journal as it comes and asks for none that is
-        there. Raises ConfigError or RunError where going on would be wrong or useless.
+        there. One that runs the target itself hands the states of rows with turns to the keeper as they are finished.
+        Raises ConfigError or RunError where going on would be wrong or useless.
         """
 
 

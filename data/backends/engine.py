@@ -7,6 +7,7 @@ from typing import Any
 from data.backends.base import Fault, Losses, accept, check_ids
 from data.backends.journal import Journal
 from data.generate import Answer, Request
+from data.recorder import Keeper
 from data.sampling import Sampling, row_seed
 from drafters.target import Target
 from recipes.errors import ConfigError
@@ -28,7 +29,8 @@ class EngineBackend:
         self.section, self.target, self.vllm = section, target, vllm
         self.llm: Any = None
 
-    def run(self, requests: list[Request], max_tokens: int, journal: Journal, losses: Losses) -> list[Answer]:
+    def run(self, requests: list[Request], max_tokens: int, journal: Journal, losses: Losses,
+            keeper: Keeper | None = None) -> list[Answer]:
         """See Backend.run. Overrun tokens are a second call, from prompt and answer, beyond end tokens."""
         if self.llm is None:
             self.llm = self.load()

@@ -3,6 +3,7 @@
 from data.backends.base import Losses
 from data.backends.journal import Journal
 from data.generate import Answer, Generator, Request
+from data.recorder import Keeper
 from drafters.target import Target
 from recipes.schema import Generation
 
@@ -13,6 +14,8 @@ class LocalBackend:
     def __init__(self, section: Generation, target: Target) -> None:
         self.section, self.target = section, target
 
-    def run(self, requests: list[Request], max_tokens: int, journal: Journal, losses: Losses) -> list[Answer]:
+    def run(self, requests: list[Request], max_tokens: int, journal: Journal, losses: Losses,
+            keeper: Keeper | None = None) -> list[Answer]:
         """See Backend.run."""
-        return Generator(self.target, max_tokens, self.section.batch_size, self.section.seed).run(requests)
+        generator = Generator(self.target, max_tokens, self.section.batch_size, self.section.seed)
+        return generator.run(requests, keeper=keeper)

@@ -14,6 +14,7 @@ from data.backends.journal import Journal
 from data.backends.local import LocalBackend
 from data.backends.wire import prompt_ids_of
 from data.generate import Answer, Request
+from data.recorder import Keeper
 from drafters.target import Target
 from recipes.errors import ConfigError
 from recipes.schema import Generation
@@ -76,9 +77,10 @@ class LogBackend:
                               f"generation.server.model = {wanted}")
         self.places.setdefault(prompt_key(prompt), place)
 
-    def run(self, requests: list[Request], max_tokens: int, journal: Journal, losses: Losses) -> list[Answer]:
+    def run(self, requests: list[Request], max_tokens: int, journal: Journal, losses: Losses,
+            keeper: Keeper | None = None) -> list[Answer]:
         """See Backend.run."""
-        own = self.local.run([r for r in requests if r.overrun], max_tokens, journal, losses)
+        own = self.local.run([r for r in requests if r.overrun], max_tokens, journal, losses, keeper)
         found = {a.id: a for a in own}
         with open(self.path, "rb") as f:
             for request in requests:

@@ -15,6 +15,7 @@ from data.backends.client import Client, api_key, server_url
 from data.backends.journal import Journal
 from data.backends.wire import answer_ids, completion_body, prompt_ids_of, read_completion
 from data.generate import Answer, Request
+from data.recorder import Keeper
 from data.sampling import Sampling, row_seed
 from drafters.target import Target
 from recipes.errors import ConfigError
@@ -38,7 +39,8 @@ class ServerBackend:
             raise ConfigError("generation.server.model: name the model as the server lists it in /v1/models")
         self.checked = False
 
-    def run(self, requests: list[Request], max_tokens: int, journal: Journal, losses: Losses) -> list[Answer]:
+    def run(self, requests: list[Request], max_tokens: int, journal: Journal, losses: Losses,
+            keeper: Keeper | None = None) -> list[Answer]:
         """See Backend.run."""
         todo = [r for r in requests if r.id not in journal.answers]
         if todo:

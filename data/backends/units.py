@@ -2,12 +2,14 @@
 
 import json
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from data.backends.base import Backend, Losses
 from data.backends.journal import Journal
 from data.generate import Answer, Request
+from data.recorder import Keeper
 from recipes.files import sha256_json, write_json
 
 
@@ -36,9 +38,12 @@ class Tally:
         return unit.answers
 
 
-def answer_unit(backend: Backend, path: Path, requests: list[Request], max_tokens: int, allowed: int) -> Unit:
+def answer_unit(backend: Backend, path: Path, requests: list[Request], max_tokens: int, allowed: int,
+                keeping: AbstractContextManager[Keeper | None] | None = None) -> Unit:
     """The unit of these requests, stored in `path`. At most `allowed` rows may be lost.
 
+    keeping: entered where the unit has to be made, and left before it is stored: what it keeps is there whenever the
+    unit is.
     Raises ConfigError or RunError as the backend does; the answers finished by then are kept beside `path`.
     """
     key = sha256_json([[r.id, r.prompt, asdict(r.sampling), r.overrun] for r in requests])
@@ -53,7 +58,8 @@ def answer_unit(backend: Backend, path: Path, requests: list[Request], max_token
         pass  # absent or not readable: this unit is (re)made
     journal, losses = Journal(journal_path, key), Losses(allowed)
     try:
-        answers = backend.run(requests, max_tokens, journal, losses)
+        with keeping or nullcontext() as keeper:
+            answers = backend.run(requests, max_tokens, journal, losses, keeper)
     finally:
         journal.close()
     unit = Unit(answers, losses.rows, dict(journal.counts))
