@@ -23,6 +23,7 @@ help:
 	@echo "make test        fresh machine to green test suite; also: test-slow, test-vllm, lint"
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
+	@echo "make bench       ARGS=\"--only NAME\": speeds, each in turns with what it is compared with (docs/bench.md)"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -73,7 +74,10 @@ test-vllm: $(READY) .venv-vllm/.ready
 lint: $(READY)
 	$(PY) -m ruff check .
 
-plan compare serve-check doctor publish roi launch bench:
+bench: $(READY)
+	$(PY) -m bench.run --config $(RECIPE) $(ARGS)
+
+plan compare serve-check doctor publish roi launch:
 	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
 
 clean:

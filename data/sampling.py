@@ -11,7 +11,8 @@ from torch import Tensor
 
 from recipes.errors import ConfigError
 
-HEAD = 256  # candidates tried before a full sort: almost every nucleus is smaller
+HEAD = 256  # candidates tried first: most nuclei are smaller
+WIDE = 4096  # tried next; in free sampling of a small target a fifth of the nuclei are larger than HEAD, 1 % than this
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
     Greedy gives one-hot rows. top_k keeps the k largest (ties of the k-th too); top_p then keeps the
     smallest set of largest probabilities whose sum reaches p, without sorting the vocabulary where the
-    first 256 reach it.
+    first 256 or 4096 reach it.
     """
     if sampling.greedy:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -67,10 +68,11 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def nucleus_floor(probs: Tensor, top_p: float) -> Tensor:
     """The smallest probability inside the nucleus, [..., 1]."""
-    width = min(HEAD, probs.shape[-1])
-    head = probs.topk(width, dim=-1).values
-    if width < probs.shape[-1] and bool((head.sum(-1) < top_p).any()):
-        head = probs.sort(dim=-1, descending=True).values
+    V = probs.shape[-1]
+    for width in (HEAD, WIDE, V):
+        head = probs.topk(width, dim=-1).values if width < V else probs.sort(dim=-1, descending=True).values
+        if width >= V or bool((head.sum(-1) >= top_p).all()):
+            break
     before = head.cumsum(-1) - head  # mass of everything larger
     inside = before < top_p
     return head.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)

@@ -5,12 +5,12 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from recipes.errors import INTERRUPTED, ConfigError, DrafthouseError, RunError
 from recipes.files import write_text
-from recipes.loader import dump_recipe, flags, load_recipe
+from recipes.loader import dump_recipe, flags, load_options, load_recipe
 from recipes.schema import Recipe
 
 FULL = "; what was finished is kept: make room and run the same command again"
@@ -19,12 +19,14 @@ DEFAULT_RECIPE = "recipes/smollm2-135m/eagle3-demo.yaml"
 
 @dataclass
 class Command:
-    """One stage as the user calls it. `switches` are flags without a value: name -> help."""
+    """One stage as the user calls it. `switches` are flags without a value: name -> help. `options`: the dataclass of
+    options that are no part of a recipe; `main` gets them third."""
 
     name: str
     about: str
-    main: Callable[[Recipe, set[str]], None]
+    main: Callable[..., None]  # (recipe, switches) or, with options, (recipe, switches, options)
     switches: dict[str, str] = field(default_factory=dict)
+    options: type | None = None
 
 
 def help_text(command: Command) -> str:
@@ -32,8 +34,10 @@ def help_text(command: Command) -> str:
     lines += ["  --config FILE  the recipe", "  --cache-dir DIR  short for --target.cache_dir"]
     lines += ["  --debug  show the traceback of an error"]
     lines += [f"  --{name}  {about}" for name, about in command.switches.items()]
-    lines += ["", "recipe fields, each with its default:"]
-    lines += [f"  --{name} {default!r}: {about}" for name, default, about in flags(Recipe)]
+    for title, cls in (("options", command.options), ("recipe fields", Recipe)):
+        if cls:
+            lines += ["", f"{title}, each with its default:"]
+            lines += [f"  --{name} {default!r}: {about}" for name, default, about in flags(cls)]
     lines += [textwrap.dedent("""
         exit codes: 0 done, 2 bad usage or configuration, 1 failed or gate broken,
         130 interrupted, 143 stopped by SIGTERM after saving""")]
@@ -64,6 +68,15 @@ def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], 
     return path, overrides, switches, debug
 
 
+def own_options(command: Command, overrides: dict[str, str]) -> list:
+    """The command's own options, read and taken out of the overrides, in a list; empty where it has none."""
+    if command.options is None:
+        return []
+    sections = {f.name for f in fields(command.options)}
+    own = [name for name in overrides if name.partition(".")[0] in sections]
+    return [load_options(command.options, {name: overrides.pop(name) for name in own})]
+
+
 def run(command: Command, argv: list[str] | None = None) -> None:
     """Runs a stage as a process: never returns, exits with the code that DESIGN.md promises."""
     argv = sys.argv[1:] if argv is None else argv
@@ -73,7 +86,8 @@ def run(command: Command, argv: list[str] | None = None) -> None:
     debug = "--debug" in argv
     try:
         path, overrides, switches, debug = parse_args(command, argv)
-        command.main(load_recipe(path, overrides), switches)
+        options = own_options(command, overrides)
+        command.main(load_recipe(path, overrides), switches, *options)
     except DrafthouseError as error:
         fail(command.name, str(error), error.exit_code, debug)
     except OSError as error:

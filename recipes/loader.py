@@ -86,6 +86,32 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+def override(values: dict[str, Any], overrides: dict[str, str], known: dict[str, Any], where: str) -> None:
+    """Puts each override, dotted name to YAML text, into the nested `values`. `known`: default of each name."""
+    for name, text in overrides.items():
+        node = values
+        *parents, leaf = name.split(".")
+        for part in parents:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{where}: --{name}: {part} = {node!r} in the file is not a mapping")
+        try:
+            node[leaf] = text if isinstance(known.get(name), str) else yaml.safe_load(text)  # a name may be 123
+        except yaml.YAMLError:
+            node[leaf] = text
+
+
+def load_options(cls: type, overrides: dict[str, str]) -> Any:
+    """A command's own options as the dataclass `cls`, from its defaults and the command line; strict as a recipe."""
+    known = {name: default for name, default, _ in flags(cls)}
+    for name in overrides:
+        if name not in known:
+            raise ConfigError(f"--{name}: unknown option{nearest(name, '', known)}")
+    values: dict[str, Any] = {}
+    override(values, overrides, known, "command line")
+    return parse_into(cls, values, "command line")
+
+
 def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Recipe:
     """The typed recipe of a file with the command line's overrides applied.
 
@@ -95,19 +121,10 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Re
     values = read_yaml(Path(path))
     check_keys(Recipe, values, str(path), "")
     known = {name: default for name, default, _ in flags(Recipe)}
-    for name, text in (overrides or {}).items():
+    for name in overrides or {}:
         if name not in known and not name.startswith("drafter.options."):
             raise ConfigError(f"--{name}: unknown option{nearest(name, '', known)}")
-        node = values
-        *parents, leaf = name.split(".")
-        for part in parents:
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
-                raise ConfigError(f"{path}: --{name}: {part} = {node!r} in the file is not a mapping")
-        try:
-            node[leaf] = text if isinstance(known.get(name), str) else yaml.safe_load(text)  # a name may be 123
-        except yaml.YAMLError:
-            node[leaf] = text
+    override(values, overrides or {}, known, str(path))
     recipe = parse_into(Recipe, values, str(path))
     if not recipe.name or "/" in recipe.name or recipe.name.startswith("."):
         raise ConfigError(f"{path}: name = {recipe.name!r}: must be a plain folder name")

@@ -56,6 +56,7 @@ def test_nucleus_without_sorting_equals_the_sorted_one(weights, share, head):
     probs = torch.tensor([weights], dtype=torch.float64) / UNIT
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "HEAD", head)
+        patch.setattr(sampling, "WIDE", 2 * head)
         assert nucleus_floor(probs, share / UNIT).item() == floor / UNIT
 
 

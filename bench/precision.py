@@ -1,31 +1,33 @@
 """What each storage dtype costs in precision, on the traces of a run that stored float32.
 
-    python bench/store_precision.py --config RECIPE
-
-Reads a seeded sample of rows and prints a table, one line a dtype: bytes per token; relative error of the tapped and
-of the final states (mean over vectors); the teacher distribution softmax(head(final)) from stored against full
-precision: mean and largest KL divergence in nats, share of equal argmax; and, where the run has a trained drafter, its
-replayed acceptance length on the validation rows when it reads decoded states (it was trained on full precision).
+Reads a seeded sample of rows; for each dtype: bytes per token; relative error of the tapped and of the final states
+(mean over vectors); the teacher distribution softmax(head(final)) from stored against full precision: mean and largest
+KL divergence in nats, share of equal argmax; and, where the run has a trained drafter, its replayed acceptance length
+on the validation rows when it reads decoded states (it was trained on full precision).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
+from bench.rows import Result, Row
 from data.codec import DTYPES, carrier, decode, encode
 from data.prompts import hold_out
 from data.store import TraceReader, TraceRow, row_bytes
 from drafters import checkpoint
 from drafters.target import Target
 from eval.replay import replay
-from recipes.cli import Command, run
 from recipes.errors import RunError
-from recipes.schema import Recipe
+from recipes.schema import Recipe, opt
 
-ROWS = 300
-EVERY = 8  # one final state in so many goes through the head
+
+@dataclass
+class Options:
+    rows: PositiveInt = opt(300, "rows of the traces that are read, at most")
+    every: PositiveInt = opt(8, "one final state in so many goes through the head")
 
 
 def stored(states: Tensor, n: int, dtype: torch.dtype) -> Tensor:
@@ -62,7 +64,8 @@ def teacher(head: torch.nn.Module, final: Tensor, back: Tensor) -> tuple[float, 
     return float(kl.mean()), float(kl.max()), equal / len(final)
 
 
-def main(recipe: Recipe, switches: set[str]) -> None:
+def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
+    """Rows of `make bench ARGS="--only precision"`; variants are the storage dtypes. `repeats` has no meaning here."""
     run_folder = Path(recipe.runs_dir) / recipe.name
     reader = TraceReader(run_folder / "traces")
     if reader.manifest["dtype"] != "float32":
@@ -70,24 +73,24 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     target = Target(recipe.target, reader.manifest["layers"])
     n, H = len(target.layers), target.hidden
     where = {place.listed["id"]: i for i, place in enumerate(reader.places)}
-    rows = [reader[where[i]] for i in sorted(hold_out(list(where), ROWS, 0))]
+    rows = [reader[where[i]] for i in sorted(hold_out(list(where), options.rows, 0))]
     taps, final = torch.cat([r.taps for r in rows]), torch.cat([r.final for r in rows])
     best = run_folder / "checkpoints" / checkpoint.BEST
     drafter = checkpoint.load(checkpoint.chosen(recipe.drafter.path, run_folder), target) if (
         recipe.drafter.path or best.is_file()) else None
-    print(f"{len(rows)} rows, {len(taps)} tokens, {len(final[::EVERY])} of {len(final)} loss positions", flush=True)
+    found = []
     for name, dtype in DTYPES.items():
         size = sum(row_bytes(len(r.ids), len(r.final), n * H, H, dtype) for r in rows) / len(taps)
         back = stored(final, 1, dtype)
-        mean, largest, equal = teacher(target.head, final[::EVERY], back[::EVERY])
-        line = [name, f"{size:.0f}", f"{relative(taps, stored(taps, n, dtype), n):.1e}",
-                f"{relative(final, back, 1):.1e}", f"{mean:.1e}", f"{largest:.1e}", f"{equal:.2%}"]
+        mean, largest, equal = teacher(target.head, final[:: options.every], back[:: options.every])
+        found += [Row(name, "bytes_per_token", size, "bytes"),
+                  Row(name, "error_taps", relative(taps, stored(taps, n, dtype), n), ""),
+                  Row(name, "error_finals", relative(final, back, 1), ""), Row(name, "kl_mean", mean, "nats"),
+                  Row(name, "kl_max", largest, "nats"), Row(name, "same_argmax", 100 * equal, "%")]
         if drafter is not None:
             counts = replay(drafter, Decoded(reader, n, dtype), reader.split("validation"),
                             recipe.train.validation_draft_length, target.device, target.dtype)
-            line.append(f"{counts.mean_length:.3f} ({counts.drafts} drafts)")
-        print("| " + " | ".join(line) + " |", flush=True)
-
-
-if __name__ == "__main__":
-    run(Command("store_precision", "Measures what each storage dtype costs in precision.", main))
+            found += [Row(name, "accepted_length", counts.mean_length, "tokens"),
+                      Row(name, "drafts", counts.drafts, "")]
+    return Result(found, notes={"rows": len(rows), "tokens": len(taps), "loss_positions": len(final),
+                                "loss_positions_read": len(final[:: options.every])})
