@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from data.store import TraceReader, TraceRow
+from data.reader import RowReader
+from data.store import TraceRow
 from drafters.base import Batch
 
 
@@ -92,7 +93,7 @@ class Plan:
         return [[self.rows[i] for i in cut[a * self.ranks + rank]] for a in range(self.accumulation)]
 
 
-def plan_for(reader: TraceReader, batch_rows: int, ranks: int, accumulation: int, seed: int, mix: int = 0) -> Plan:
+def plan_for(reader: RowReader, batch_rows: int, ranks: int, accumulation: int, seed: int, mix: int = 0) -> Plan:
     """The training plan of a trace store's train split; `mix` as in epoch_order."""
     rows = reader.split("train")
     return Plan(tuple(rows), tuple(reader.tokens(i) for i in rows), batch_rows, ranks, accumulation, seed,

@@ -65,6 +65,16 @@ def finite(row: TraceRow) -> bool:
     return bool(torch.isfinite(row.taps).all() and torch.isfinite(row.final).all())
 
 
+def bare(rows: list[Conversation]) -> list[TraceRow]:
+    """The rows without states: taps [T, 0], final [F, 0]."""
+    found = []
+    for row in rows:
+        turns = torch.tensor(row.turns)
+        found.append(TraceRow(row.id, row.split, torch.tensor(row.ids), turns, torch.zeros(len(turns), 0),
+                              torch.zeros(len(final_positions(turns)), 0), row.tail, row.off_policy))
+    return found
+
+
 def behind(prefix: Prefix, states: States) -> States:
     """The rows' states with those of their shared beginning in front."""
     if not prefix.length:

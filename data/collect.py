@@ -9,19 +9,22 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from data.answers import Answering, check_answers
 from data.backends.registry import open_backend
 from data.backends.units import Tally, answer_unit
-from data.capture import BAD, Conversation, capture, finite
+from data.capture import BAD, Conversation, bare, capture, finite
 from data.codec import DTYPES, carrier
 from data.console import progress_bar
 from data.generate import Answer, Request
 from data.intake import PromptStage
+from data.place import behind_url, open_place
 from data.preview import preview
 from data.prompts import Intake, Prompt
-from data.settings import claim, describe
+from data.settings import claim, describe, folder_mode, stores_states
 from data.staging import Staging
-from data.store import FORMAT, TraceRow, bad_rows, row_bytes, shard_complete, write_shard
+from data.store import FORMAT, TraceRow, bad_rows, row_bytes, write_shard
 from data.writer import BackgroundWriter
 from drafters.target import Target, require_chat_template
 from recipes.cli import Command, run, run_dir
@@ -38,7 +41,8 @@ class Collector:
         check_answers(recipe)
         self.recipe = recipe
         self.left_out: dict[str, int] = {}
-        self.folder = run_dir(recipe) / "traces"
+        self.place = open_place(recipe.trace, run_dir(recipe))
+        self.folder = self.place.folder
         self.target = Target(recipe.target, recipe.trace.layers)
         require_chat_template(self.target)
         self.limit = min(recipe.trace.max_length, self.target.max_length)
@@ -49,14 +53,20 @@ class Collector:
         self.tally = Tally()
         self.settings = describe(recipe, self.target)
         self.key = sha256_json(self.settings)
+        self.place.pull()
         claim(self.folder, self.settings)
-        self.dtype = DTYPES[recipe.trace.dtype]
+        self.place.share_all()
+        self.dtype = DTYPES[recipe.trace.dtype] if stores_states(recipe.trace) else torch.float32
         self.staging = Staging(self.folder / "staged", self.key, carrier(self.dtype), recipe.trace.shard_mb * 1e6)
+        # Behind a URL they would have to wait on this disk until the last answer.
+        self.keeps_states = stores_states(recipe.trace) and not behind_url(recipe.trace)
 
     def prompts_stage(self) -> Intake:
         """Prompts of all sources, filtered, with the reasons of those dropped."""
         longest = self.limit - self.recipe.generation.max_tokens
-        return PromptStage(self.recipe, self.target, longest, self.folder, self.written).run()
+        intake = PromptStage(self.recipe, self.target, longest, self.folder, self.written).run()
+        self.place.share_all()
+        return intake
 
     def written(self, part: str, name: str, requests: list[Request], max_tokens: int) -> list[Answer]:
         """One unit of self-written user turns."""
@@ -68,8 +78,10 @@ class Collector:
         states that a backend computes on the way are kept."""
         allowed = self.tally.allowed(self.recipe.generation.max_lost_share)
         path = self.folder / part / f"{name}.json"
-        keeping = self.staging.unit(name) if part == "answers" else None
-        return self.tally.add(answer_unit(self.backend, path, requests, max_tokens, allowed, keeping))
+        keeping = self.staging.unit(name) if part == "answers" and self.keeps_states else None
+        unit = answer_unit(self.backend, path, requests, max_tokens, allowed, keeping)
+        self.place.share(path)
+        return self.tally.add(unit)
 
     def answers_stage(self, prompts: list[Prompt]) -> list[Conversation]:
         """Finished rows of all prompts (data/answers.py)."""
@@ -83,7 +95,8 @@ class Collector:
         section, answers = self.recipe.generation, []
         self.tally.asked += len(requests)
         held = sum(p.stat().st_size for p in self.folder.glob("s*/*.safetensors"))
-        self.check_room(sum(self.bytes_of(r.prompt, r.turns) for r in requests) - held)  # answers come on top
+        if not behind_url(self.recipe.trace):
+            self.check_room(sum(self.bytes_of(r.prompt, r.turns) for r in requests) - held)  # answers come on top
         with progress_bar() as bar:
             task = bar.add_task("answers ", total=len(requests), note="")
             for start in range(0, len(requests), section.unit_rows):
@@ -96,16 +109,17 @@ class Collector:
         """Manifest first, then every shard that is not complete yet."""
         section, dtype, shards = self.recipe.trace, self.dtype, self.folder / "shards"
         plan = self.plan_shards(rows)
-        size = sum(self.bytes_of(c.ids, c.turns) for c in rows)
-        missing = [name for name, part in plan.items()
-                   if not shard_complete(shards, name, [c.id for c in part], self.key)]
+        sizes = {name: sum(self.bytes_of(c.ids, c.turns) for c in part) for name, part in plan.items()}
+        size = sum(sizes.values())
+        missing = [name for name, part in plan.items() if not self.place.complete(name, [c.id for c in part], self.key)]
         self.staging.open([c.id for name, part in plan.items() if name not in missing for c in part])
-        self.check_room(sum(self.bytes_of(c.ids, c.turns) for name in missing for c in plan[name]))
-        write_json(self.folder / "manifest.json", self.manifest(rows, intake, list(plan), size))
+        self.check_room(self.place.room_for([sizes[name] for name in missing]))
+        self.write_described("manifest.json", self.manifest(rows, intake, list(plan), size))
         bad = 0
 
         def write(name: str, traced: list[TraceRow], faults: dict[str, str], spent: list[str]) -> None:
             write_shard(shards, name, traced, dtype, faults, self.key)
+            self.place.finish_shard(name)
             self.staging.remove(spent)
 
         with progress_bar() as bar, BackgroundWriter(write) as writer:
@@ -123,13 +137,20 @@ class Collector:
 
     def traced(self, rows: list[Conversation]) -> tuple[list[TraceRow], dict[str, str]]:
         """The rows with their states, in order, and those left out with the reason: states that came with the answers
-        as they are, those of other rows computed."""
+        as they are, those of other rows computed; none where training computes them."""
+        if not stores_states(self.recipe.trace):
+            return bare(rows), {}
         staged = {row.id: found for row in rows if (found := self.staging.row(row)) is not None}
         others, bad = capture(self.target, [row for row in rows if row.id not in staged],
                               self.recipe.trace.batch_tokens, carrier(self.dtype))
         bad |= {name: BAD for name, row in staged.items() if not finite(row)}
         found = staged | {row.id: row for row in others}
         return [found[row.id] for row in rows if row.id not in bad], bad
+
+    def write_described(self, name: str, value: dict[str, Any]) -> None:
+        """Writes a JSON file of the trace folder."""
+        write_json(self.folder / name, value)
+        self.place.share(self.folder / name)
 
     def check_room(self, needed: float) -> None:
         """Raises RunError where missing shards of so many bytes do not fit."""
@@ -140,7 +161,7 @@ class Collector:
 
     def bytes_of(self, ids: list[int], turns: list[int]) -> int:
         finals = sum(turn != 0 for turn in turns[1:])
-        width = len(self.target.layers) * self.target.hidden
+        width = len(self.target.layers) * self.target.hidden if stores_states(self.recipe.trace) else 0
         return row_bytes(len(ids), finals, width, self.target.hidden, self.dtype)
 
     def plan_shards(self, rows: list[Conversation]) -> dict[str, list[Conversation]]:
@@ -159,8 +180,8 @@ class Collector:
         counts = Counter(t for c in rows if c.split == "train" for t, turn in zip(c.ids, c.turns) if turn > 0)
         tokens = sum(len(c.ids) for c in rows)
         return {
-            "format": FORMAT, "key": self.key, "target": self.settings["target"],
-            "model": self.recipe.target.model, "layers": self.target.layers,
+            "format": FORMAT, "mode": folder_mode(self.recipe.trace), "key": self.key,
+            "target": self.settings["target"], "model": self.recipe.target.model, "layers": self.target.layers,
             "convention": "hidden_states[k]: state entering layer k; final after the final norm",
             "hidden_size": self.target.hidden, "vocab_size": self.target.vocab_size,
             "end_ids": self.target.end_ids, "dtype": self.recipe.trace.dtype, "max_length": self.limit,
@@ -182,9 +203,9 @@ def collect(collector: Collector) -> None:
     intake = collector.prompts_stage()
     rows = collector.answers_stage(intake.prompts)
     collector.capture_stage(rows, intake)
-    write_json(collector.folder / "provenance.json", stamp(asdict(collector.recipe)))
+    collector.write_described("provenance.json", stamp(asdict(collector.recipe)))
     tokens = sum(len(c.ids) for c in rows)
-    print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.folder}; dropped prompts: {dict(intake.dropped)}, "
+    print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.place.url}; dropped prompts: {dict(intake.dropped)}, "
           f"lost answers: {dict(collector.tally.lost)}; left out: {collector.left_out}")
 
 

@@ -12,6 +12,7 @@ from data.codec import DTYPES
 from data.intake import sources_of, wanted
 from data.literal import Unrenderable
 from data.prompts import Prompt
+from data.settings import stores_states
 from data.store import row_bytes
 from drafters.target import Target
 from recipes.schema import Recipe
@@ -82,7 +83,8 @@ def marked(turns: list[int]) -> int:
 def bytes_of(recipe: Recipe, target: Target, tokens: float, finals: float) -> float:
     """Bytes on disk, as data.collect predicts them; linear, so totals will do."""
     dtype = DTYPES[recipe.trace.dtype]
-    return row_bytes(tokens, finals, len(target.layers) * target.hidden, target.hidden, dtype)
+    width = len(target.layers) * target.hidden if stores_states(recipe.trace) else 0
+    return row_bytes(tokens, finals, width, target.hidden, dtype)
 
 
 def workload(recipe: Recipe, target: Target, limit: int, prompts: list[Prompt], held: set[str],

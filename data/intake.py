@@ -208,7 +208,7 @@ class PromptStage:
         return kept
 
     def split_evaluation(self) -> None:
-        """Takes the evaluation prompts out, writes them beside the traces, and drops what overlaps them.
+        """Takes the evaluation prompts out, writes them into the run's folder, and drops what overlaps them.
 
         Only plain conversations are taken, since an evaluation file holds `messages` of system, user and assistant.
         """
@@ -223,7 +223,7 @@ class PromptStage:
                               f"({dict(intake.dropped)} dropped)")
         held = [p for p in intake.prompts if p.id in chosen]
         lines = [json.dumps({"id": p.id, "kind": p.kind, "messages": p.messages}, ensure_ascii=False) for p in held]
-        write_text(self.folder.parent / EVALUATION, "\n".join(lines) + "\n")
+        write_text(Path(self.recipe.runs_dir) / self.recipe.name / EVALUATION, "\n".join(lines) + "\n")
         judge = Filter(held)
         rest = [p for p in intake.prompts if p.id not in chosen]
         intake.prompts = [p for p in rest if not judge.is_judged(p)]

@@ -6,6 +6,7 @@ is an estimate and is printed as one.
 """
 
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from data.estimate import Estimate, Speed, bytes_of, extrapolate, marked, synthe
 from data.generate import Answer, Request
 from data.intake import EVALUATION, sources_of, wanted
 from data.literal import special_tokens
+from data.place import behind_url, open_place
 from data.prompts import Intake, Prompt, hold_out
 from drafters.target import Target
 from recipes.errors import RunError
@@ -94,6 +96,7 @@ def handful(recipe: Recipe, folder: str) -> Recipe:
                for s, n in zip(sources_of(section), wanted(section))]
     judged = "builtin" if Path(recipe.eval.prompts).resolve() == own.resolve() else recipe.eval.prompts
     return replace(recipe, runs_dir=folder, eval=replace(recipe.eval, prompts=judged),
+                   trace=replace(recipe.trace, url=""),
                    prompts=replace(section, sources=sources, validation=0, evaluation=0, total=0),
                    generation=replace(recipe.generation, unit_rows=min(recipe.generation.unit_rows, UNIT)))
 
@@ -130,8 +133,10 @@ def sample(recipe: Recipe, stages: Stages, prompts: list[Prompt]) -> tuple[list[
 
 
 def free_bytes(recipe: Recipe) -> int:
-    """Free space where the run would write."""
-    folder = (Path(recipe.runs_dir) / recipe.name).resolve()
+    """Free space where the run would write; of an object store there is no telling."""
+    if behind_url(recipe.trace):
+        return sys.maxsize
+    folder = open_place(recipe.trace, Path(recipe.runs_dir) / recipe.name).folder.resolve()
     return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.is_dir())).free
 
 
@@ -196,8 +201,9 @@ def show(console: Console, tokenizer: PreTrainedTokenizerBase, rows: list[Conver
                               ("states and storing", estimate.states)):
         table.add_row(f"time: {name}", duration(low), duration(high))
     console.print(table)
+    room = "unknown behind a URL" if free == sys.maxsize else f"{free / 1e6:,.0f} MB"
     console.print(f"An estimate from {estimate.sampled} answers on this machine, not a promise: answers vary in "
-                  f"length, and larger batches are extrapolated. Free on disk: {free / 1e6:,.0f} MB. Stored sample: "
+                  f"length, and larger batches are extrapolated. Free on disk: {room}. Stored sample: "
                   f"{predicted:,} B predicted, {found:,} B written ({found / max(1, predicted) - 1:+.1%}). "
                   f"Dropped prompts: {dict(intake.dropped)}. Nothing of this preview is kept.", highlight=False)
     for warning in estimate.warnings:

@@ -12,14 +12,27 @@ from drafters.target import Target
 from recipes.errors import ConfigError, RunError
 from recipes.files import write_json
 from recipes.provenance import difference
-from recipes.schema import Recipe
+from recipes.schema import Recipe, Trace
 
-CHECKS_ONLY = ("verify_rows", "verify_seed")  # fields of `trace` that change no content
+NO_CONTENT = ("mode", "url", "cache_dir", "cache_gb", "verify_rows", "verify_seed")  # fields of `trace`, see `describe`
+
+
+def stores_states(section: Trace) -> bool:
+    """True where the trace folder holds hidden states, False where training computes them."""
+    return section.mode == "store"
+
+
+def folder_mode(section: Trace) -> str:
+    """What the folder is: `store` or `online`. A cache is beside it and decides nothing of it."""
+    return "store" if stores_states(section) else "online"
 
 
 def describe(recipe: Recipe, target: Target) -> dict[str, Any]:
-    """Everything that decides the traces' content: another value is another trace set (case 30)."""
-    trace = {k: v for k, v in asdict(recipe.trace).items() if k not in CHECKS_ONLY}
+    """Everything that decides the traces' content: another value is another trace set (case 30). A mode that is not
+    named is `store`, so that folders from before there was another one keep their key."""
+    trace = {k: v for k, v in asdict(recipe.trace).items() if k not in NO_CONTENT}
+    if not stores_states(recipe.trace):
+        trace["mode"] = folder_mode(recipe.trace)
     return {
         "target": target.fingerprint(),
         "sources": [describe_source(s, f"prompts.sources[{i}]") for i, s in enumerate(sources_of(recipe.prompts))],
@@ -28,6 +41,11 @@ def describe(recipe: Recipe, target: Target) -> dict[str, Any]:
         "generation": content_settings(recipe.generation), "trace": trace | {"layers": target.layers},
         "validation_draft_length": recipe.train.validation_draft_length,
     }
+
+
+def explicit(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with a mode that is not named written out, for messages."""
+    return settings | {"trace": {"mode": "store"} | settings.get("trace", {})}
 
 
 def claim(folder: Path, settings: dict[str, Any]) -> None:
@@ -44,7 +62,7 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
         earlier = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise RunError(f"{path}: missing or unreadable; delete {folder} to start over") from None
-    changed = difference(earlier, settings)
+    changed = difference(explicit(earlier), explicit(settings))
     if changed:
         raise ConfigError(f"{folder}: traced earlier with other settings: {changed}; "
                           "use another `name` or delete that folder")

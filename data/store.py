@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.codec import decode, encode, scaled, state_bytes
-from recipes.errors import RunError
+from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, sha256_json, sync_folder, write_json
 
 FORMAT = "drafthouse.traces/1"
@@ -55,8 +55,8 @@ def final_positions(turns: Tensor) -> Tensor:
 
 
 def row_bytes(tokens: int, finals: int, taps_width: int, hidden: int, dtype: torch.dtype) -> int:
-    """Bytes that one row takes in a shard of this storage dtype, headers aside."""
-    return tokens * (8 + 2) + state_bytes(tokens * (taps_width // hidden) + finals, hidden, dtype)
+    """Bytes that one row takes in a shard of this storage dtype, headers aside; taps_width 0: without states."""
+    return tokens * (8 + 2) + state_bytes((tokens * (taps_width // hidden) + finals) * (taps_width > 0), hidden, dtype)
 
 
 def pack(rows: list[TraceRow], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ def pack(rows: list[TraceRow], dtype: torch.dtype) -> dict[str, Tensor]:
         scales = {"taps_scale": torch.zeros(0, 0), "final_scale": torch.zeros(0, 0)} if scaled(dtype) else {}
         return {"ids": torch.zeros(0, dtype=torch.long), "turns": torch.zeros(0, dtype=torch.int16)} | empty | scales
     tensors = {"ids": torch.cat([r.ids for r in rows]).long(), "turns": torch.cat([r.turns for r in rows]).short()}
-    hidden = rows[0].final.shape[1]
+    hidden = max(1, rows[0].final.shape[1])  # 0 in rows without states
     for part, n in (("taps", rows[0].taps.shape[1] // hidden), ("final", 1)):
         tensors[part], scales = encode(torch.cat([getattr(r, part) for r in rows]), n, dtype)
         if scales is not None:
@@ -123,6 +123,27 @@ def shard_complete(folder: Path, name: str, ids: list[str], key: str) -> bool:
         return False
     return own and size == listed["bytes"] and present == sorted(ids) and (
         sha256_file(folder / f"{name}.safetensors") == listed["sha256"])
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a trace folder. Raises RunError where there is none of this format."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise RunError(f"{folder / 'manifest.json'}: missing or unreadable; run `make trace` first") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise RunError(f"{folder}: format {found!r}, this version reads {FORMAT!r}")
+    return manifest
+
+
+def check_mode(folder: Path, manifest: dict[str, Any], mode: str) -> None:
+    """ConfigError where the folder is not of this mode: one without states is never taken for a store."""
+    held = manifest.get("mode", "store")
+    if held != mode:
+        fits = "store" if held == "store" else "online or cache"
+        raise ConfigError(f"{folder}: was traced for trace.mode = {held}; set trace.mode to {fits}, or run `make "
+                          "trace` under another name")
 
 
 def bad_rows(folder: Path, name: str) -> int:
@@ -214,15 +235,12 @@ class ShardReader:
 class TraceReader(ShardReader):
     """Rows of a finished trace folder."""
 
-    def __init__(self, folder: Path, shards: list[str] | None = None) -> None:
-        """Opens the folder, or only the named shards. Raises RunError where they are not a complete store of this
-        format."""
-        try:
-            self.manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise RunError(f"{folder / 'manifest.json'}: missing or unreadable; run `make trace` first") from None
-        if self.manifest.get("format") != FORMAT:
-            raise RunError(f"{folder}: format {self.manifest.get('format')!r}, this version reads {FORMAT!r}")
+    def __init__(self, folder: Path, shards: list[str] | None = None, mode: str = "store") -> None:
+        """Opens the folder, or only the named shards. Rows of a folder of mode `online` have states of width 0
+        (data/online.py). Raises RunError where they are not a complete store of this format, ConfigError where the
+        folder is of another mode."""
+        self.manifest = read_manifest(folder)
+        check_mode(folder, self.manifest, mode)
         super().__init__(folder / "shards", self.manifest.get("key"))
         self.folder = folder
         for name in self.manifest["shards"] if shards is None else shards:

@@ -5,6 +5,8 @@ Nothing here writes, and no target is needed. Legend: T tokens of a shard, F sto
 
 import json
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data.codec import DTYPES, scaled
+from data.settings import explicit
 from data.store import FORMAT, final_positions, list_intact
 from recipes.files import sha256_file, sha256_json
 from recipes.provenance import differences
@@ -46,8 +49,10 @@ class Findings:
     faults: list[Fault] = field(default_factory=list)
 
 
-def check_folder(folder: Path, content: bool = True) -> Findings:
-    """Every fault of the folder; without `content` only manifest and lists are read."""
+def check_folder(folder: Path, content: bool = True,
+                 borrowed: Callable[[str], AbstractContextManager] = nullcontext) -> Findings:
+    """Every fault of the folder; without `content` only manifest and lists are read. `borrowed(name)` has the tensors
+    of a shard in the folder while they are read."""
     found = Findings()
     found.manifest, found.faults = read_manifest(folder)
     names = found.manifest["shards"] if found.manifest else None
@@ -56,7 +61,8 @@ def check_folder(folder: Path, content: bool = True) -> Findings:
         if listed is not None:
             found.lists[name] = listed
             if content and not faults:
-                faults = check_file(folder, name, listed, found.manifest)
+                with borrowed(name):
+                    faults = check_file(folder, name, listed, found.manifest)
         if not faults:
             found.intact.append(name)
         found.faults += faults
@@ -135,8 +141,9 @@ def check_file(folder: Path, name: str, listed: dict[str, Any], manifest: dict[s
 def check_shapes(shard: Any, listed: dict[str, Any], manifest: dict[str, Any]) -> list[str]:
     """Names, shapes and dtypes of a shard's tensors against what list and manifest promise."""
     T, F = (sum(row[part] for row in listed["rows"]) for part in ("tokens", "finals"))
-    n, H = len(manifest["layers"]), manifest["hidden_size"]
-    dtype = DTYPES[manifest["dtype"]]
+    n, H, dtype = len(manifest["layers"]), manifest["hidden_size"], DTYPES[manifest["dtype"]]
+    if manifest.get("mode", "store") != "store":
+        n, H, dtype = 0, 0, torch.float32
     wanted = {"ids": ([T], torch.int64), "turns": ([T], torch.int16), "taps": ([T, n * H], dtype),
               "final": ([F, H], dtype)}
     if scaled(dtype):
@@ -217,7 +224,8 @@ def check_settings(folder: Path, manifest: dict[str, Any], now: dict[str, Any]) 
     earlier = read_object(folder / "settings.json")
     if earlier is None:
         return [Fault("settings.json", "", "missing or unreadable")]
-    faults = [Fault("settings.json", "", f"of another configuration: {d}") for d in differences(earlier, now)]
+    faults = [Fault("settings.json", "", f"of another configuration: {d}")
+              for d in differences(explicit(earlier), explicit(now))]
     if manifest["key"] != sha256_json(earlier):
         faults.append(Fault("manifest.json", "", "of another configuration than settings.json"))
     claimed = {"target": manifest["target"], "layers": manifest["layers"], "dtype": manifest["dtype"]}

@@ -15,7 +15,9 @@ from rich.table import Table
 from data.capture import Conversation, capture
 from data.codec import DTYPES, error_bound
 from data.collect import Collector, collect
+from data.place import LocalPlace, open_place
 from data.prompts import hold_out
+from data.remote import Remote
 from data.settings import describe
 from data.store import TraceReader, TraceRow
 from data.tracecheck import Fault, Findings, check_folder, check_settings
@@ -33,7 +35,7 @@ SHOWN = 16  # hex digits of a fingerprint
 console = Console()
 
 
-def recompute(folder: Path, found: Findings, target: Target, section: TraceSection) -> list[Fault]:
+def recompute(place: LocalPlace | Remote, found: Findings, target: Target, section: TraceSection) -> list[Fault]:
     """Computes `trace.verify_rows` rows of the intact shards again with the target and compares every state.
 
     Tolerance of each number: the storage dtype's error bound, and NOISE of the target's dtype times the largest
@@ -41,22 +43,22 @@ def recompute(folder: Path, found: Findings, target: Target, section: TraceSecti
     """
     at = {row["id"]: name for name in found.intact for row in found.lists[name]["rows"]}
     chosen = hold_out(list(at), section.verify_rows, section.verify_seed)
-    if not chosen:
+    if not chosen or found.manifest.get("mode", "store") != "store":  # nothing stored that could be compared
         return []
-    reader = TraceReader(folder, sorted({at[i] for i in chosen}))
     dtype, faults, worst = DTYPES[found.manifest["dtype"]], [], 0.0
-    for index in range(len(reader)):
-        if reader.places[index].listed["id"] not in chosen:
-            continue
-        row = reader[index]
-        again, bad = capture(target, [Conversation(row.id, row.split, row.ids.tolist(), row.turns.tolist(), row.tail,
-                                                   "")], section.batch_tokens, torch.float32)
-        what = bad.get(row.id, "")
-        if again:
-            ratio, what = compare(row, again[0], dtype, NOISE[target.dtype])
-            worst = max(worst, ratio)
-        if what:
-            faults.append(Fault(f"shards/{reader.shard(index)}.safetensors", row.id, what))
+    for name in sorted({at[i] for i in chosen}):
+        with place.borrowed(name):
+            reader = TraceReader(place.folder, [name])
+            rows = [reader[i] for i, row in enumerate(found.lists[name]["rows"]) if row["id"] in chosen]
+        for row in rows:
+            again, bad = capture(target, [Conversation(row.id, row.split, row.ids.tolist(), row.turns.tolist(),
+                                                       row.tail, "")], section.batch_tokens, torch.float32)
+            what = bad.get(row.id, "")
+            if again:
+                ratio, what = compare(row, again[0], dtype, NOISE[target.dtype])
+                worst = max(worst, ratio)
+            if what:
+                faults.append(Fault(f"shards/{name}.safetensors", row.id, what))
     console.print(f"recomputed {len(chosen)} rows: largest difference {worst:.2g} of what {found.manifest['dtype']} "
                   "and the order of sums allow", soft_wrap=True)
     return faults
@@ -80,14 +82,17 @@ def compare(stored: TraceRow, again: TraceRow, dtype: torch.dtype, noise: float)
     return worst, said
 
 
-def verify(recipe: Recipe, folder: Path, target: Target) -> Findings:
+def verify(recipe: Recipe, place: LocalPlace | Remote, target: Target) -> Findings:
     """Every fault of the folder: files, settings against recipe and target, a sample of rows computed again."""
-    found = check_folder(folder)
+    place.pull()
+    found = check_folder(place.folder, True, place.borrowed)
     if found.manifest:
-        other = check_settings(folder, found.manifest, describe(recipe, target))
+        found.faults += [Fault(name, "", "shard that the manifest does not name")
+                         for name in place.unnamed(found.manifest["shards"])]
+        other = check_settings(place.folder, found.manifest, describe(recipe, target))
         found.faults += other
         if not other:  # the states of another target or of other layers would only repeat it
-            found.faults += recompute(folder, found, target, recipe.trace)
+            found.faults += recompute(place, found, target, recipe.trace)
     return found
 
 
@@ -96,43 +101,45 @@ def report(faults: list[Fault]) -> None:
         print(f"fault: {fault}")
 
 
-def remove(folder: Path, faults: list[Fault]) -> None:
-    """Deletes the files at fault; of a shard both, so that it counts as not made. settings.json stays: it says what
-    the folder is."""
+def remove(place: LocalPlace | Remote, faults: list[Fault]) -> None:
+    """Deletes the files at fault, here and behind a URL; of a shard both, so that it counts as not made. settings.json
+    stays: it says what the folder is."""
     for file in sorted({f.file for f in faults} - {"settings.json"}):
-        path = folder / file
+        path = Path(file)
         temporary = path.name.startswith(".")
         both = path.parent.name == "shards" and not temporary
         for gone in [path.with_suffix(".safetensors"), path.with_suffix(".json")] if both else [path]:
-            if gone.is_file():
-                gone.unlink()
-                print(f"removed: {gone.relative_to(folder)}")
+            if place.delete(gone.as_posix()):
+                print(f"removed: {gone}")
 
 
-def repair(recipe: Recipe, folder: Path) -> Findings:
+def repair(recipe: Recipe) -> Findings:
     """Removes what is broken and lets the collector make it again, until a verify is clean. A broken manifest is made
     anew first, since it alone tells which shards are at fault. ConfigError where the folder is of other settings."""
     collector = Collector(recipe)
-    found = verify(recipe, folder, collector.target)
+    place = collector.place
+    found = verify(recipe, place, collector.target)
     for _ in range(2):
         if found.faults:
             report(found.faults)
-            remove(folder, [f for f in found.faults if f.file == "manifest.json"] or found.faults)
+            remove(place, [f for f in found.faults if f.file == "manifest.json"] or found.faults)
+            place.pull()
             collect(collector)
-            found = verify(recipe, folder, collector.target)
+            found = verify(recipe, place, collector.target)
     return found
 
 
-def table(folder: Path, found: Findings) -> Table:
-    """What the folder holds, as its manifest and lists say; bytes as they are on the disk."""
+def table(place: LocalPlace | Remote, found: Findings) -> Table:
+    """What the folder holds, as its manifest and lists say; bytes as they are on the disk or behind the URL."""
     manifest, lists = found.manifest, found.lists
     rows = [row for listed in lists.values() for row in listed["rows"]]
     tokens = sum(row["tokens"] for row in rows)
-    size = sum(p.stat().st_size for p in (folder / "shards").glob("*.safetensors") if p.stem in lists)
+    size = place.shard_bytes(list(lists))
     left_out = sum(len(listed["bad"]) for listed in lists.values())
     splits = Counter(row["split"] for row in rows)
     lines: dict[str, Any] = {
         "model": manifest.get("model", ""),
+        "mode": manifest.get("mode", "store"),
         "rows": f"{len(rows)} ({counted(splits)}), {left_out} left out for NaN or Inf",
         "tokens": f"{tokens}, of them supervised in training {manifest['supervised_tokens']}",
         "final states": sum(row["finals"] for row in rows),
@@ -146,7 +153,7 @@ def table(folder: Path, found: Findings) -> Table:
         "shards": f"{len(lists)} of {len(manifest['shards'])}",
         "key": manifest["key"][:SHOWN],
     } | {f"target {part}": str(value)[:SHOWN] for part, value in manifest["target"].items()}
-    out = Table("traces", str(folder), show_lines=False)
+    out = Table("traces", place.url, show_lines=False)
     for name, value in lines.items():
         out.add_row(name, str(value))
     return out
@@ -157,27 +164,28 @@ def counted(counts: dict[str, int]) -> str:
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:
-    folder = Path(recipe.runs_dir) / recipe.name / "traces"
-    if not folder.is_dir():
-        raise RunError(f"{folder}: no traces; run `make trace` first")
-    if not (folder / "manifest.json").exists() and not any((folder / "shards").glob("*")):
-        units = len(list(folder.glob("answers/*.json")))
-        raise RunError(f"{folder}: no states yet ({units} finished units of answers); run `make trace` to its end")
+    place = open_place(recipe.trace, Path(recipe.runs_dir) / recipe.name)
+    place.pull()
+    if place.empty():
+        raise RunError(f"{place.url}: no traces; run `make trace` first")
+    if not (place.folder / "manifest.json").exists() and not any((place.folder / "shards").glob("*")):
+        units = len(list(place.folder.glob("answers/*.json")))
+        raise RunError(f"{place.url}: no states yet ({units} finished units of answers); run `make trace` to its end")
     checks = switches & {"verify", "repair"}
     if "repair" in switches:
-        found = repair(recipe, folder)
+        found = repair(recipe)
     elif checks:
-        found = verify(recipe, folder, Target(recipe.target, recipe.trace.layers))
+        found = verify(recipe, place, Target(recipe.target, recipe.trace.layers))
     else:
-        found = check_folder(folder, content=False)
+        found = check_folder(place.folder, content=False)
     if found.manifest:
-        console.print(table(folder, found))
+        console.print(table(place, found))
     report(found.faults)
     if found.faults:
         foreign = any("of another configuration" in f.what and f.file == "settings.json" for f in found.faults)
         way = ("these traces are another recipe's or target's: use another `name`" if foreign
                else "`--repair` removes what is broken and makes it again")
-        raise RunError(f"{folder}: {len(found.faults)} faults; {way}")
+        raise RunError(f"{place.url}: {len(found.faults)} faults; {way}")
     if checks:
         print("every checksum, fingerprint and recomputed row holds")
 

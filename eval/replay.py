@@ -6,7 +6,7 @@ A draft starts after each rejection; every position's draft is computed in one b
 import torch
 
 from data.batching import collate
-from data.store import TraceReader
+from data.reader import RowReader
 from drafters.base import Drafter
 from eval.metrics import Acceptance
 
@@ -29,7 +29,7 @@ def walk(drafts: list[list[int]], answer: list[int], tail: list[int], K: int) ->
 
 
 @torch.no_grad()
-def replay(drafter: Drafter, reader: TraceReader, rows: list[int], K: int, device: torch.device,
+def replay(drafter: Drafter, reader: RowReader, rows: list[int], K: int, device: torch.device,
            dtype: torch.dtype) -> Acceptance:
     """Acceptance over validation rows, in eval mode; the module's mode is restored (case 51)."""
     was_training = drafter.training

@@ -12,7 +12,7 @@ from typing import Any
 
 from data.chat import prompt_ids
 from data.prompts import evaluation_prompts
-from data.store import TraceReader
+from data.reader import open_manifest
 from drafters import checkpoint
 from drafters.export.write import export_native
 from drafters.target import Target
@@ -93,7 +93,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     target = Target(recipe.target, recipe.trace.layers)
     layers = target.layers
     if not recipe.drafter.path:
-        layers = TraceReader(folder / "traces").manifest["layers"]
+        layers = open_manifest(recipe.trace, folder)["layers"]
     for layout in recipe.export.formats:
         export(recipe, folder, layout, target, layers)
 

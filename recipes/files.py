@@ -1,5 +1,6 @@
 """Atomic files: written to a temporary name in the same folder, fsynced, renamed."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +27,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Held by one process of this machine at a time; a process that dies lets go."""
+    with open(folder / ".lock", "wb") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -8,6 +8,7 @@ import difflib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -127,7 +128,19 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Re
     recipe = parse_into(Recipe, values, str(path))
     if not recipe.name or "/" in recipe.name or recipe.name.startswith("."):
         raise ConfigError(f"{path}: name = {recipe.name!r}: must be a plain folder name")
+    check_url(recipe.trace.url, f"{path}: trace.url")
     return recipe
+
+
+def check_url(url: str, where: str) -> None:
+    """ConfigError, which does not show it, for a URL with credentials: the run's copy of the recipe would keep them."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if parts.password or parts.query:
+        raise ConfigError(f"{where}: holds a password or a query, and may have neither: give credentials to fsspec "
+                          "(docs/store.md)")
 
 
 def dump_recipe(recipe: Recipe) -> str:

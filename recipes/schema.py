@@ -119,12 +119,20 @@ class Generation:
 
 @dataclass
 class Trace:
+    mode: Literal["store", "online", "cache"] = opt(
+        "store", "store: hidden states are written by `make trace`; online: the target computes them in training and "
+                 "nothing is stored; cache: online, and kept in a local folder of bounded size")
     max_length: PositiveInt = opt(1024, "longest row (prompt and answer), in tokens; longer ones are dropped, counted")
     layers: list[int] = opt([], "states that ENTER these layers; empty is [2, L//2, L-3]")
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3", "int8"] = opt(
         "float32", "storage precision of hidden states; docs/store.md says what each costs")
     shard_mb: PositiveInt = opt(64, "size of one shard")
     batch_tokens: PositiveInt = opt(2048, "tokens of one capture forward, padding included")
+    url: str = opt("", "where the traces are, any fsspec URL such as s3://bucket/folder; credentials come from "
+                       "fsspec's configuration (docs/store.md); empty is runs/<name>/traces")
+    cache_dir: str = opt("", "local folder of the cache, in which every run has its own; empty is runs/<name>/cache")
+    cache_gb: PositiveFloat = opt(20.0, "size at most, in GB of 1e9 bytes, of the states that mode cache keeps "
+                                        "and of the shards of a url that are here")
     max_bad_share: float = opt(0.01, "share of rows with NaN or Inf states above which the run stops")
     verify_rows: NonNegativeInt = opt(8, "make inspect --verify: random rows recomputed with the target and compared")
     verify_seed: int = opt(0, "make inspect --verify: seed that chooses these rows")

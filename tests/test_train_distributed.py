@@ -107,6 +107,24 @@ def test_two_processes_equal_one(base, alone, options, rows, accumulation):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["online", "cache"])
+def test_two_processes_compute_the_states(base, alone, mode):
+    """Without stored states two ranks end with the weights and counts of one process that read them; with a cache they
+    fill one folder together, each row once, and leave nothing half-written (cases 35, 66)."""
+    run = base / "runs" / mode
+    write_traces(run, base / "model", conversations(12, 5), "online")
+    done = launch(base, mode, DDP, "--trace.mode", mode)
+    assert done.returncode == 0, done.stderr
+    tensors, curve, _ = result(base, mode)
+    assert_close(tensors, alone[0])
+    assert counts(curve) == counts(alone[1])
+    kept = sorted(path.name for path in (run / "cache").rglob("row-*"))
+    wanted = [f"row-{i:08d}.{kind}" for i in range(17) for kind in ("json", "safetensors")]
+    assert kept == (wanted if mode == "cache" else [])
+    assert not list((run / "cache").rglob("*.tmp"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [DDP, ZERO], ids=["ddp", "zero2"])
 def test_kill_and_resume_on_two_processes(base, tmp_path, options):
     """kill -9 of all ranks behind a checkpoint, then the same command: the weights of an uninterrupted run (19)."""

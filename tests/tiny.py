@@ -12,7 +12,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.capture import Conversation, capture
+from data.capture import Conversation, bare, capture
 from data.store import FORMAT, write_shard
 from drafters.target import Target
 from recipes.files import write_json
@@ -69,17 +69,18 @@ def conversations(train: int, validation: int, seed: int = 0) -> list[Conversati
     return rows
 
 
-def write_traces(run: Path, model: Path, rows: list[Conversation]) -> Path:
-    """run/traces as `make trace` leaves it, for hand-made rows. Returns the folder."""
+def write_traces(run: Path, model: Path, rows: list[Conversation], mode: str = "store") -> Path:
+    """run/traces as `make trace` leaves it, for hand-made rows; mode online: without states. Returns the folder."""
     target = Target(TargetSection(model=str(model), threads=1), LAYERS)
-    traced, bad = capture(target, rows, 256, torch.float32)
+    traced, bad = capture(target, rows, 256, torch.float32) if mode == "store" else (bare(rows), {})
     assert not bad
     shards = run / "traces" / "shards"
     shards.mkdir(parents=True)
     write_shard(shards, "shard-00000", traced, torch.float32, {}, "tiny")
     counts = Counter(t for r in rows if r.split == "train" for t, turn in zip(r.ids, r.turns) if turn)
     write_json(run / "traces" / "manifest.json", {
-        "format": FORMAT, "key": "tiny", "target": target.fingerprint(), "model": str(model), "layers": LAYERS,
+        "format": FORMAT, "mode": mode, "dtype": "float32", "key": "tiny", "target": target.fingerprint(),
+        "model": str(model), "layers": LAYERS,
         "shards": ["shard-00000"], "own_prompt_tokens": sum(turn < 0 for r in rows for turn in r.turns),
         "draft_vocabulary_counts": {str(t): n for t, n in counts.items()}})
     return run / "traces"

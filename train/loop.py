@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.nn.parallel import DistributedDataParallel
 
 from data.batching import Plan, collate
-from data.store import TraceReader
+from data.reader import RowReader
 from drafters.base import Batch, LossOutput
 from eval.metrics import Acceptance
 from eval.replay import replay
@@ -29,7 +29,7 @@ from train.schedule import cosine
 class Trainer:
     """One run on one process. `origin` is what drafter.json says of the target, `settings` what a resume compares."""
 
-    def __init__(self, accelerator: Accelerator, drafter: Any, reader: TraceReader, plan: Plan, section: Train,
+    def __init__(self, accelerator: Accelerator, drafter: Any, reader: RowReader, plan: Plan, section: Train,
                  folder, origin: dict[str, Any], settings: dict[str, Any]) -> None:
         self.accelerator, self.drafter, self.reader, self.plan, self.section = (
             accelerator, drafter, reader, plan, section)

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from data.batching import plan_for
-from data.store import TraceReader
+from data.reader import RowReader, open_rows, with_states
 from drafters.registry import entry, options_of
 from drafters.target import Target
 from recipes.cli import Command, run, run_dir
@@ -23,7 +23,7 @@ from train.launch import start
 from train.loop import Trainer
 
 
-def check_traces(reader: TraceReader, target: Target, layers: list[int]) -> None:
+def check_traces(reader: RowReader, target: Target, layers: list[int]) -> None:
     """ConfigError where the traces are of another target or of other layers (cases 36, 04)."""
     for part, value in target.fingerprint().items():
         if reader.manifest["target"].get(part) != value:
@@ -33,7 +33,7 @@ def check_traces(reader: TraceReader, target: Target, layers: list[int]) -> None
         raise ConfigError(f"{reader.folder}: traced layers {reader.manifest['layers']}, the recipe wants {layers}")
 
 
-def check_own_prompts(reader: TraceReader, wanted: bool) -> None:
+def check_own_prompts(reader: RowReader, wanted: bool) -> None:
     """ConfigError where the recipe learns from user turns that the target wrote itself and the traces hold none."""
     if wanted and reader.manifest.get("own_prompt_tokens") == 0:
         raise ConfigError(f"train.own_prompts = true: {reader.folder} holds no user turn that the target wrote itself; "
@@ -66,10 +66,11 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     options = options_of(recipe.drafter.kind, recipe.drafter.options)
     accelerator = start(recipe.train, None if recipe.train.tracker == "none" else recipe.train.tracker)
     folder = run_dir(recipe)
-    reader = TraceReader(folder / "traces")
+    rows = open_rows(recipe.trace, folder)
     target = Target(recipe.target, recipe.trace.layers)
-    check_traces(reader, target, target.layers)
-    check_own_prompts(reader, recipe.train.own_prompts)
+    check_traces(rows, target, target.layers)
+    check_own_prompts(rows, recipe.train.own_prompts)
+    reader = with_states(rows, recipe.trace, folder, target)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
     drafter = known.code.build(options, target, counts, recipe.train.seed)
     origin = {"model": recipe.target.model, "fingerprint": target.fingerprint()}

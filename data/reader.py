@@ -1,0 +1,69 @@
+"""What training and validation read: rows by index, wherever their states come from. See docs/store.md."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from data.online import OnlineReader
+from data.place import behind_url, open_place
+from data.remoterows import RemoteRows
+from data.settings import folder_mode, stores_states
+from data.statecache import CachedReader
+from data.store import TraceReader, TraceRow, read_manifest
+from drafters.target import Target
+from recipes.schema import Trace
+
+
+class RowReader(Protocol):
+    """Rows of a trace folder. Reading a row twice gives the same bits, in any process and after any other row."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    def __len__(self) -> int: ...
+
+    def split(self, name: str) -> list[int]:
+        """Indices of the rows of a split, in stored order."""
+
+    def tokens(self, index: int) -> int:
+        """Length of a row without reading it."""
+
+    def supervised(self, index: int) -> int:
+        """Positions of a row with a final state, without reading it."""
+
+    def shard(self, index: int) -> str:
+        """The shard that holds a row, without reading it."""
+
+    def __getitem__(self, index: int) -> TraceRow: ...
+
+
+def cache_folder(section: Trace, run: Path) -> Path:
+    """Where a run keeps what it need not compute or fetch again."""
+    return Path(section.cache_dir) / run.name if section.cache_dir else run / "cache"
+
+
+def open_rows(section: Trace, run: Path) -> TraceReader | RemoteRows:
+    """The rows that `make trace` left for a run; complete with their states only where trace.mode is `store`.
+    Raises RunError and ConfigError as TraceReader and RemoteRows do."""
+    if behind_url(section):
+        place = open_place(section, cache_folder(section, run))
+        return RemoteRows(place, int(section.cache_gb * 1e9), folder_mode(section))
+    return TraceReader(open_place(section, run).folder, mode=folder_mode(section))
+
+
+def open_manifest(section: Trace, run: Path) -> dict[str, Any]:
+    """The manifest of a run's traces, without reading any. Raises RunError where there is none."""
+    if behind_url(section):
+        place = open_place(section, cache_folder(section, run))
+        place.pull(("manifest.json",))
+        return read_manifest(place.folder)
+    return read_manifest(open_place(section, run).folder)
+
+
+def with_states(rows: TraceReader | RemoteRows, section: Trace, run: Path, target: Target) -> RowReader:
+    """The reader of trace.mode. Raises RunError where the disk has no room for the cache."""
+    if stores_states(section):
+        return rows
+    online = OnlineReader(rows, target, section.max_bad_share)
+    if section.mode == "online":
+        return online
+    return CachedReader(online, cache_folder(section, run), int(section.cache_gb * 1e9))
