@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from data.batching import plan_for
 from data.store import TraceReader
+from drafters.placement import on_one_process
 from drafters.registry import entry, options_of
 from drafters.target import Target
 from recipes.cli import Command, run, run_dir
@@ -67,7 +68,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     accelerator = start(recipe.train, None if recipe.train.tracker == "none" else recipe.train.tracker)
     folder = run_dir(recipe)
     reader = TraceReader(folder / "traces")
-    target = Target(recipe.target, recipe.trace.layers)
+    target = Target(on_one_process(recipe.target), recipe.trace.layers)
     check_traces(reader, target, target.layers)
     check_own_prompts(reader, recipe.train.own_prompts)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
