@@ -1,11 +1,14 @@
 """Hidden states of finished rows against transformers' own output_hidden_states, one row at a time."""
 
+from itertools import combinations
+from math import inf
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.capture import Conversation, by_tokens, capture
+from data.capture import A_PASS, Conversation, by_tokens, capture
 from drafters.target import Prefix, States
 from recipes.errors import RunError
 from tests.tiny import LAYERS, L, conversations, load_target, plain_model, write_target
@@ -141,6 +144,22 @@ def test_batches_hold_every_row_once_within_the_limit(lengths, limit):
     batches = by_tokens(ordered, limit)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     assert all(len(b) == 1 or len(b) * max(lengths[i] for i in b) <= limit for b in batches)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=9), st.integers(150, 900))
+def test_batches_are_the_cheapest_of_all(lengths, limit):
+    """No other way to cut the rows by length has fewer padded tokens and passes together: against every way."""
+    ordered = sorted(lengths)
+
+    def cost(cuts: tuple[int, ...]) -> float:
+        parts = [ordered[a:b] for a, b in zip((0, *cuts), (*cuts, len(ordered)))]
+        fits = all(len(p) == 1 or len(p) * p[-1] <= limit for p in parts)
+        return sum(len(p) * p[-1] + A_PASS for p in parts) if fits else inf
+
+    every = (cuts for n in range(len(ordered)) for cuts in combinations(range(1, len(ordered)), n))
+    batches = by_tokens(list(enumerate(ordered)), limit)
+    assert sum(len(b) * ordered[b[-1]] + A_PASS for b in batches) == min(map(cost, every))
 
 
 def test_forward_passes_stay_within_the_token_limit():
