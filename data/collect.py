@@ -22,9 +22,11 @@ from data.intake import PromptStage
 from data.preview import preview
 from data.prompts import Intake, Prompt
 from data.settings import claim, describe
+from data.states import check_states, open_states
 from data.store import FORMAT, bad_rows, row_bytes, shard_complete, write_shard
 from data.writer import BackgroundWriter
-from drafters.target import Target, require_chat_template
+from drafters.target import require_chat_template
+from drafters.tensor_parallel import lead, open_target
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_json, write_json
@@ -40,13 +42,14 @@ class Collector:
         self.recipe = recipe
         self.left_out: dict[str, int] = {}
         self.folder = run_dir(recipe) / "traces"
-        self.target = Target(recipe.target, recipe.trace.layers)
+        self.target = open_target(recipe.target, recipe.trace.layers)
         require_chat_template(self.target)
         self.limit = min(recipe.trace.max_length, self.target.max_length)
         if recipe.generation.max_tokens >= self.limit:
             raise ConfigError(f"generation.max_tokens = {recipe.generation.max_tokens}: leaves no room for a prompt "
                               f"within {self.limit} tokens (trace.max_length and the target's context)")
         self.backend = open_backend(recipe.generation, self.target)
+        check_states(recipe.trace, self.target)
         self.tally = Tally()
         self.settings = describe(recipe, self.target)
         claim(self.folder, self.settings)
@@ -101,11 +104,12 @@ class Collector:
             raise RunError(f"{self.folder}: traces need {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
         write_json(self.folder / "manifest.json", self.manifest(rows, intake, list(plan), sum(sizes)))
         bad = 0
-        with progress_bar() as bar, BackgroundWriter(write_shard) as writer:
+        with (progress_bar() as bar, BackgroundWriter(write_shard) as writer,
+              open_states(section, self.target, self.folder, capture) as states):
             task = bar.add_task("states  ", total=len(plan), note=f"{sum(sizes) / 1e6:.0f} MB")
             for name, part in plan.items():
                 if name in missing:
-                    traced, faults = capture(self.target, part, section.batch_tokens, carrier(dtype))
+                    traced, faults = states(part, carrier(dtype))
                     writer.put(shards, name, traced, dtype, faults, key)
                 bad += len(faults) if name in missing else bad_rows(shards, name)  # running again is no way past
                 if bad > section.max_bad_share * len(rows):
@@ -164,10 +168,7 @@ def collect(collector: Collector) -> None:
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:
-    if "preview" in switches:
-        preview(recipe, Collector)
-    else:
-        collect(Collector(recipe))
+    lead(recipe.target, lambda: preview(recipe, Collector) if "preview" in switches else collect(Collector(recipe)))
 
 
 COMMAND = Command("make trace", "Collects the target's own answers and hidden states.", main, {

@@ -14,12 +14,14 @@ from recipes.files import write_json
 from recipes.provenance import difference
 from recipes.schema import Recipe
 
-CHECKS_ONLY = ("verify_rows", "verify_seed")  # fields of `trace` that change no content
+HARMLESS = ("verify_rows", "verify_seed", "engine_python")  # fields of `trace` that change no content
 
 
 def describe(recipe: Recipe, target: Target) -> dict[str, Any]:
     """Everything that decides the traces' content: another value is another trace set (case 30)."""
-    trace = {k: v for k, v in asdict(recipe.trace).items() if k not in CHECKS_ONLY}
+    trace = {k: v for k, v in asdict(recipe.trace).items() if k not in HARMLESS}
+    if recipe.trace.backend == "transformers":  # as in traces made before there was another
+        del trace["backend"], trace["engine"]
     return {
         "target": target.fingerprint(),
         "sources": [describe_source(s, f"prompts.sources[{i}]") for i, s in enumerate(sources_of(recipe.prompts))],

@@ -119,9 +119,10 @@ class Target:
 
     def placement(self) -> dict[str, Any]:
         """Arguments of `from_pretrained` that say where the weights go; empty: to `target.device`."""
+        options = loading_options(self.section)
         if self.section.tp_plan:
             raise ConfigError("target.tp_plan: this stage runs in one process; use target.device_map here")
-        return loading_options(self.section)
+        return options
 
     @property
     def head(self) -> nn.Linear:

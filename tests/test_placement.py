@@ -1,6 +1,7 @@
 """Targets spread by a device map: states equal those of the target on one device, and maps that cannot work."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from drafters.eagle3 import Options, build
 from drafters.placement import loading_options, on_one_process
 from drafters.target import Target
 from recipes.errors import ConfigError
+from recipes.files import sha256_file
 from recipes.schema import Target as TargetSection
 
 ROWS = conversations(4, 1)
@@ -97,6 +99,22 @@ def test_stages_of_one_process_spread_a_shared_target_over_their_devices():
     shared = TargetSection(tp_plan="auto")
     assert on_one_process(shared) == TargetSection(device_map="auto")
     assert loading_options(on_one_process(TargetSection())) == {}
+
+
+def test_weights_of_a_hub_id_are_known_by_their_files(folder, plain, tmp_path, monkeypatch):
+    """The Hub's cache links a large file to one named by its SHA-256: the digest is the local folder's, and nothing
+    is read for it, so it does not depend on where the weights were loaded to (case 36)."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cache, commit = tmp_path / "models--org--name", "0123456789abcdef0123456789abcdef01234567"
+    snapshot = cache / "snapshots" / commit
+    for part in (snapshot, cache / "blobs", cache / "refs"):
+        part.mkdir(parents=True)
+    (cache / "refs" / "main").write_text(commit)
+    (snapshot / "config.json").write_bytes((folder / "config.json").read_bytes())
+    blob = cache / "blobs" / sha256_file(folder / "model.safetensors")
+    blob.write_bytes(b"not read")
+    (snapshot / "model.safetensors").symlink_to(blob)
+    assert Target.weights_digest(SimpleNamespace(path="org/name")) == plain.weights_digest()
 
 
 @pytest.mark.cuda
