@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,8 @@ class VllmStates:
     def close(self) -> None:
         """Ends the engine; it ends by itself too where this process is gone."""
         if self.engine is not None:
-            self.engine.stdin.close()
+            with suppress(BrokenPipeError):  # it is gone, and said so
+                self.engine.stdin.close()
             try:
                 self.engine.wait(30)
             except subprocess.TimeoutExpired:

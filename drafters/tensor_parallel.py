@@ -6,6 +6,7 @@ already, and a stage needs no code for them.
 """
 
 import json
+import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -38,7 +39,7 @@ def lead(section: TargetSection, work: Callable[[], None]) -> None:
         work()
         return
     loading_options(section)
-    if not dist.is_torchelastic_launched():
+    if not dist.is_torchelastic_launched() or os.environ["WORLD_SIZE"] == "1":
         raise ConfigError("target.tp_plan = auto: launch this stage on several processes, as in `torchrun "
                           "--nproc-per-node 4 -m data.collect --config RECIPE`, or use target.device_map")
     # Announcements are CPU tensors: gloo carries them beside NCCL, which carries the passes.

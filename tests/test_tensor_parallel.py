@@ -93,7 +93,10 @@ def test_heads_that_cannot_be_dealt_out_are_a_message(monkeypatch):
         ShardedTarget.placement(SimpleNamespace(config=llama(layers=1).config))
 
 
-def test_one_process_is_no_launch():
+def test_one_process_is_no_launch(monkeypatch):
     """Without torchrun a tensor-parallel recipe is a message before anything is loaded."""
-    with pytest.raises(ConfigError, match="launch this stage on several processes, as in `torchrun"):
-        lead(TargetSection(tp_plan="auto"), lambda: pytest.fail("was run"))
+    for launched in (False, True):  # by torchrun with one process
+        monkeypatch.setattr(dist, "is_torchelastic_launched", lambda launched=launched: launched)
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        with pytest.raises(ConfigError, match="launch this stage on several processes, as in `torchrun"):
+            lead(TargetSection(tp_plan="auto"), lambda: pytest.fail("was run"))
