@@ -9,8 +9,8 @@ from data.store import TraceRow, final_positions
 from drafters.target import Prefix, States, Target
 from recipes.errors import RunError
 
-# Tokens that one more forward pass is taken to cost. Passes of 2048 tokens at most over rows of 168 are then 4 % padding
-# (13 % where each is filled as far as it goes) and 1000 tokens long, which is as fast by the token (docs/states.md).
+# Tokens that one more forward pass is taken to cost. Over rows of 168 tokens, passes of at most 2048 are then 4 %
+# padding (13 % if each is filled) and 1000 tokens long, which is as fast by the token (docs/states.md).
 A_PASS = 64
 BAD = "NaN or Inf in hidden states"
 

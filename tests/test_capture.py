@@ -22,6 +22,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def tapped(folder):
+    return load_target(folder, "float32", LAYERS)
+
+
+@pytest.fixture(scope="module")
 def reference(folder):
     """ids -> (tapped states, final states) of the plain model for one row, in float32."""
     model = plain_model(folder, torch.float32)
@@ -59,6 +64,23 @@ def test_rows_that_begin_alike_equal_row_by_row_transformers(folder, reference, 
     assert target.prefix([r.ids for r in rows]).length == (common if common >= 4 else 0)
     traced, bad = capture(target, rows, 150, torch.float32)
     assert bad == {}
+    for got, row in zip(traced, rows):
+        taps, final = reference(row.ids, LAYERS)
+        torch.testing.assert_close(got.taps, taps, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got.final, final[got.final_at], rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=12, deadline=None)
+@given(common=st.integers(0, 8), lengths=st.lists(st.integers(2, 24), min_size=1, max_size=7),
+       limit=st.integers(1, 200), seed=st.integers(0, 10**6))
+def test_any_rows_in_any_batches_equal_row_by_row_transformers(tapped, reference, common, lengths, limit, seed):
+    """Random lengths, a beginning that all rows share or none, any limit: every state is that of the row alone."""
+    random = torch.Generator().manual_seed(seed)
+    head = torch.randint(3, 60, (common,), generator=random).tolist()
+    rows = [Conversation(f"r{i}", "train", head + torch.randint(3, 60, (n,), generator=random).tolist(),
+                         [0] * (common + n - 1) + [1], [], "stop") for i, n in enumerate(lengths)]
+    traced, bad = capture(tapped, rows, limit)
+    assert bad == {} and [got.id for got in traced] == [row.id for row in rows]
     for got, row in zip(traced, rows):
         taps, final = reference(row.ids, LAYERS)
         torch.testing.assert_close(got.taps, taps, rtol=1e-4, atol=1e-4)
