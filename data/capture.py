@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from data.store import TraceRow, final_positions
 from drafters.target import Prefix, States, Target
 from recipes.errors import RunError
 
+# Tokens that one more forward pass is taken to cost. Over rows of 168 tokens, passes of at most 2048 are then 4 %
+# padding (13 % if each is filled) and 1000 tokens long, which is as fast by the token (docs/states.md).
+A_PASS = 64
 BAD = "NaN or Inf in hidden states"
 
 
@@ -47,17 +51,25 @@ def capture(target: Target, rows: list[Conversation], batch_tokens: int,
         cache = prefix.fill(target.new_cache(len(batch), width)) if shared else None
         states = behind(prefix, target.forward(ids, positions, cache, logits=False))
         for b, i in enumerate(batch):
-            row, length = rows[i], len(rows[i].ids)
-            taps, final = states.taps[b, :length].cpu().to(dtype), states.final[b, :length].cpu().to(dtype)
-            if len(taps) != length or len(final) != length:
-                raise RunError(f"row {row.id}: {len(taps)} states for {length} tokens")
-            finals = final[final_positions(torch.tensor(row.turns))]
-            traced[i] = TraceRow(row.id, row.split, torch.tensor(row.ids), torch.tensor(row.turns), taps, finals,
-                                 row.tail, row.off_policy)
-            if not finite(traced[i]):
-                bad[row.id] = BAD
-                del traced[i]
+            length = len(rows[i].ids)
+            trace = trace_row(rows[i], states.taps[b, :length], states.final[b, :length], dtype)
+            if trace is None:
+                bad[rows[i].id] = BAD
+            else:
+                traced[i] = trace
     return [traced[i] for i in range(len(rows)) if i in traced], bad
+
+
+def trace_row(row: Conversation, taps: Tensor, final: Tensor, dtype: torch.dtype) -> TraceRow | None:
+    """The row's trace from its states, taps [T, n*H] and final [T, H], cast to `dtype` on the CPU; None where one is
+    NaN or Inf. Raises RunError where there are not as many states as tokens."""
+    taps, final, turns = taps.cpu().to(dtype), final.cpu().to(dtype), torch.tensor(row.turns)
+    for states in (taps, final):
+        if len(states) != len(row.ids):
+            raise RunError(f"row {row.id}: {len(states)} states for {len(row.ids)} tokens")
+    traced = TraceRow(row.id, row.split, torch.tensor(row.ids), turns, taps, final[final_positions(turns)], row.tail,
+                      row.off_policy)
+    return traced if finite(traced) else None
 
 
 def finite(row: TraceRow) -> bool:
@@ -88,11 +100,17 @@ def behind(prefix: Prefix, states: States) -> States:
 
 
 def by_tokens(lengths: list[tuple[int, int]], limit: int) -> list[list[int]]:
-    """Groups (index, length) pairs, ascending by length, so that count times longest stays within `limit`."""
-    batches: list[list[int]] = []
-    for index, length in lengths:
-        if batches and (len(batches[-1]) + 1) * length <= limit:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
+    """Groups (index, length) pairs, ascending by length, so that count times longest stays within `limit` (a longer
+    row goes alone), and so that padded tokens and A_PASS for each group are fewest together."""
+    fewest, first = [0.0], [0]  # of the pairs before each end: the cost, and where the last group begins
+    for end in range(1, len(lengths) + 1):
+        length = lengths[end - 1][1]
+        begins = range(max(0, end - max(1, limit // length)), end)
+        cost, begin = min((fewest[b] + (end - b) * length + A_PASS, b) for b in begins)
+        fewest.append(cost)
+        first.append(begin)
+    groups, end = [], len(lengths)
+    while end:
+        groups.append([index for index, _ in lengths[first[end] : end]])
+        end = first[end]
+    return groups[::-1]

@@ -24,9 +24,11 @@ from data.preview import preview
 from data.prompts import Intake, Prompt
 from data.settings import claim, describe, folder_mode, stores_states
 from data.staging import Staging
+from data.states import Capture, check_states, open_states
 from data.store import FORMAT, TraceRow, bad_rows, row_bytes, write_shard
 from data.writer import BackgroundWriter
-from drafters.target import Target, require_chat_template
+from drafters.target import require_chat_template
+from drafters.tensor_parallel import lead, open_target
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_json, write_json
@@ -43,13 +45,14 @@ class Collector:
         self.left_out: dict[str, int] = {}
         self.place = open_place(recipe.trace, run_dir(recipe))
         self.folder = self.place.folder
-        self.target = Target(recipe.target, recipe.trace.layers)
+        self.target = open_target(recipe.target, recipe.trace.layers)
         require_chat_template(self.target)
         self.limit = min(recipe.trace.max_length, self.target.max_length)
         if recipe.generation.max_tokens >= self.limit:
             raise ConfigError(f"generation.max_tokens = {recipe.generation.max_tokens}: leaves no room for a prompt "
                               f"within {self.limit} tokens (trace.max_length and the target's context)")
         self.backend = open_backend(recipe.generation, self.target)
+        check_states(recipe.trace, self.target)
         self.tally = Tally()
         self.settings = describe(recipe, self.target)
         self.key = sha256_json(self.settings)
@@ -58,8 +61,9 @@ class Collector:
         self.place.share_all()
         self.dtype = DTYPES[recipe.trace.dtype] if stores_states(recipe.trace) else torch.float32
         self.staging = Staging(self.folder / "staged", self.key, carrier(self.dtype), recipe.trace.shard_mb * 1e6)
-        # Behind a URL they would have to wait on this disk until the last answer.
-        self.keeps_states = stores_states(recipe.trace) and not behind_url(recipe.trace)
+        # Behind a URL they would have to wait on this disk until the last answer; vLLM's are another computation's.
+        self.keeps_states = (stores_states(recipe.trace) and not behind_url(recipe.trace)
+                             and recipe.trace.backend == "transformers")
 
     def prompts_stage(self) -> Intake:
         """Prompts of all sources, filtered, with the reasons of those dropped."""
@@ -122,11 +126,12 @@ class Collector:
             self.place.finish_shard(name)
             self.staging.remove(spent)
 
-        with progress_bar() as bar, BackgroundWriter(write) as writer:
+        with (progress_bar() as bar, BackgroundWriter(write) as writer,
+              open_states(section, self.target, self.folder, capture) as states):
             task = bar.add_task("states  ", total=len(plan), note=f"{size / 1e6:.0f} MB")
             for name, part in plan.items():
                 if name in missing:
-                    traced, faults = self.traced(part)
+                    traced, faults = self.traced(part, states)
                     writer.put(name, traced, faults, self.staging.spent([c.id for c in part]))
                 bad += len(faults) if name in missing else bad_rows(shards, name)  # running again is no way past
                 if bad > section.max_bad_share * len(rows):
@@ -135,14 +140,13 @@ class Collector:
                 bar.advance(task)
         self.staging.close()
 
-    def traced(self, rows: list[Conversation]) -> tuple[list[TraceRow], dict[str, str]]:
+    def traced(self, rows: list[Conversation], states: Capture) -> tuple[list[TraceRow], dict[str, str]]:
         """The rows with their states, in order, and those left out with the reason: states that came with the answers
         as they are, those of other rows computed; none where training computes them."""
         if not stores_states(self.recipe.trace):
             return bare(rows), {}
         staged = {row.id: found for row in rows if (found := self.staging.row(row)) is not None}
-        others, bad = capture(self.target, [row for row in rows if row.id not in staged],
-                              self.recipe.trace.batch_tokens, carrier(self.dtype))
+        others, bad = states([row for row in rows if row.id not in staged], carrier(self.dtype))
         bad |= {name: BAD for name, row in staged.items() if not finite(row)}
         found = staged | {row.id: row for row in others}
         return [found[row.id] for row in rows if row.id not in bad], bad
@@ -210,10 +214,7 @@ def collect(collector: Collector) -> None:
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:
-    if "preview" in switches:
-        preview(recipe, Collector)
-    else:
-        collect(Collector(recipe))
+    lead(recipe.target, lambda: preview(recipe, Collector) if "preview" in switches else collect(Collector(recipe)))
 
 
 COMMAND = Command("make trace", "Collects the target's own answers and hidden states.", main, {

@@ -38,8 +38,8 @@ class Recorder:
         it, so padding and the dummies of empty rows do no harm."""
         if rows is None:
             rows = torch.arange(len(positions), device=positions.device)
-        self.taps[rows[:, None], positions] = states.taps.to(self.taps.dtype)
-        self.final[rows[:, None], positions] = states.final.to(self.final.dtype)
+        self.taps[rows[:, None], positions] = states.taps.to(self.taps)
+        self.final[rows[:, None], positions] = states.final.to(self.final)
 
     def keep(self, rows: Tensor) -> None:
         """Drops every row but these and moves them to the front, in this order."""

@@ -14,7 +14,8 @@ from recipes.files import write_json
 from recipes.provenance import difference
 from recipes.schema import Recipe, Trace
 
-NO_CONTENT = ("mode", "url", "cache_dir", "cache_gb", "verify_rows", "verify_seed")  # fields of `trace`, see `describe`
+# Fields of `trace` that change no content, see `describe`
+NO_CONTENT = ("mode", "url", "cache_dir", "cache_gb", "verify_rows", "verify_seed", "engine_python")
 
 
 def stores_states(section: Trace) -> bool:
@@ -28,11 +29,13 @@ def folder_mode(section: Trace) -> str:
 
 
 def describe(recipe: Recipe, target: Target) -> dict[str, Any]:
-    """Everything that decides the traces' content: another value is another trace set (case 30). A mode that is not
-    named is `store`, so that folders from before there was another one keep their key."""
+    """Everything that decides the traces' content: another value is another trace set (case 30). What is not named is
+    mode `store` and backend `transformers`, so that folders from before there were others keep their key."""
     trace = {k: v for k, v in asdict(recipe.trace).items() if k not in NO_CONTENT}
     if not stores_states(recipe.trace):
         trace["mode"] = folder_mode(recipe.trace)
+    if recipe.trace.backend == "transformers":
+        del trace["backend"], trace["engine"]
     return {
         "target": target.fingerprint(),
         "sources": [describe_source(s, f"prompts.sources[{i}]") for i, s in enumerate(sources_of(recipe.prompts))],

@@ -13,23 +13,22 @@ from rich.console import Console
 from rich.table import Table
 
 from data.capture import Conversation, capture
-from data.codec import DTYPES, error_bound
+from data.codec import DTYPES
 from data.collect import Collector, collect
+from data.compare import NOISE, compare
 from data.place import LocalPlace, open_place
 from data.prompts import hold_out
 from data.remote import Remote
 from data.settings import describe
-from data.store import TraceReader, TraceRow
+from data.store import TraceReader
 from data.tracecheck import Fault, Findings, check_folder, check_settings
 from drafters.target import Target
+from drafters.tensor_parallel import lead, open_target
 from recipes.cli import Command, run
 from recipes.errors import RunError
 from recipes.schema import Recipe
 from recipes.schema import Trace as TraceSection
 
-# How far one pass of the target may lie from another with other rows beside it, as a share of a state's largest
-# number: sums are taken in another order. docs/store.md says what was measured.
-NOISE = {torch.float32: 1e-4, torch.float16: 0.04, torch.bfloat16: 0.3}
 SHOWN = 16  # hex digits of a fingerprint
 
 console = Console()
@@ -62,24 +61,6 @@ def recompute(place: LocalPlace | Remote, found: Findings, target: Target, secti
     console.print(f"recomputed {len(chosen)} rows: largest difference {worst:.2g} of what {found.manifest['dtype']} "
                   "and the order of sums allow", soft_wrap=True)
     return faults
-
-
-def compare(stored: TraceRow, again: TraceRow, dtype: torch.dtype, noise: float) -> tuple[float, str]:
-    """The largest difference over its tolerance, and what to say where that is above 1 (or not a number)."""
-    worst, said = 0.0, ""
-    for part, n in (("taps", again.taps.shape[1] // again.final.shape[1]), ("final", 1)):
-        ours, theirs = getattr(stored, part).float(), getattr(again, part)
-        if not theirs.numel():
-            continue
-        largest = theirs.reshape(len(theirs), n, -1).abs().amax(-1)  # [T, n]
-        allowed = error_bound(theirs, n, dtype) + noise * largest.repeat_interleave(theirs.shape[1] // n, 1)
-        share = (ours - theirs).abs() / allowed
-        ratio, wrong = float(share.max()), int((~(share <= 1)).any(1).sum())
-        worst = max(worst, ratio)
-        if wrong:
-            said = said or (f"{part} of {wrong} of {len(theirs)} tokens are not the target's: off by {ratio:.3g} times "
-                            "the tolerance")
-    return worst, said
 
 
 def verify(recipe: Recipe, place: LocalPlace | Remote, target: Target) -> Findings:
@@ -163,7 +144,8 @@ def counted(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in counts.items())
 
 
-def main(recipe: Recipe, switches: set[str]) -> None:
+def look(recipe: Recipe, switches: set[str]) -> None:
+    """The whole stage. Raises RunError where there are no traces or where anything is wrong with them."""
     place = open_place(recipe.trace, Path(recipe.runs_dir) / recipe.name)
     place.pull()
     if place.empty():
@@ -175,7 +157,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     if "repair" in switches:
         found = repair(recipe)
     elif checks:
-        found = verify(recipe, place, Target(recipe.target, recipe.trace.layers))
+        found = verify(recipe, place, open_target(recipe.target, recipe.trace.layers))
     else:
         found = check_folder(place.folder, content=False)
     if found.manifest:
@@ -188,6 +170,13 @@ def main(recipe: Recipe, switches: set[str]) -> None:
         raise RunError(f"{place.url}: {len(found.faults)} faults; {way}")
     if checks:
         print("every checksum, fingerprint and recomputed row holds")
+
+
+def main(recipe: Recipe, switches: set[str]) -> None:
+    if switches:
+        lead(recipe.target, lambda: look(recipe, switches))
+    else:  # needs no target
+        look(recipe, switches)
 
 
 COMMAND = Command("make inspect", "Prints what a trace folder holds; checks it; mends it.", main, {

@@ -11,7 +11,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class RowStore:
-    """Keys and values of one layer, [R, S, nkv, hd], addressed by (row, position)."""
+    """Keys and values of one layer, [R, S, nkv, hd], addressed by (row, position); they lie where the first keys
+    came from, whatever device the addresses are on."""
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.rows, self.capacity = rows, capacity
@@ -23,6 +24,7 @@ class RowStore:
         if self.keys is None:
             self.keys = keys.new_zeros(self.rows, self.capacity, *keys.shape[2:])
             self.values = values.new_zeros(self.rows, self.capacity, *values.shape[2:])
+        rows, positions = rows.to(keys.device), positions.to(keys.device)  # of a target over several devices
         self.keys[rows[:, None], positions] = keys
         self.values[rows[:, None], positions] = values
 
@@ -30,6 +32,7 @@ class RowStore:
         """Columns [0, width) as [B, nkv, W, hd] each; `rows` None is every row, without a copy."""
         keys, values = self.keys[:, :width], self.values[:, :width]
         if rows is not None:
+            rows = rows.to(keys.device)
             keys, values = keys[rows], values[rows]
         return keys.transpose(1, 2), values.transpose(1, 2)
 
@@ -43,6 +46,7 @@ class RowStore:
         """Drops every row but these and moves them to the front, in this order."""
         self.rows = len(rows)
         if self.keys is not None:
+            rows = rows.to(self.keys.device)
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 

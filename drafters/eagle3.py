@@ -20,6 +20,7 @@ from drafters import vocab
 from drafters.base import Batch, LossOutput, draw, loss_mask, pack, take
 from drafters.layers import GatedMLP, RMSNorm, Shape
 from drafters.losses import feature_distance, soft_cross_entropy, step_weights
+from drafters.placement import weight_of
 from drafters.propose import ChainSession, UnrollMemory, unroll
 from recipes.errors import ConfigError
 from recipes.schema import opt
@@ -247,7 +248,7 @@ def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> E
     torch.manual_seed(seed)
     drafter = Eagle3(options, Shape.from_target(target.config, options.draft_vocab_size,
                                                         options.intermediate_size), target.layers, ids,
-                     target.embedding.detach().clone(), target.head.weight.detach().clone())
+                     target.embedding.clone(), target.head_weight.clone())
     with torch.no_grad():
         initialise(drafter)
         if options.start == "target_layer":
@@ -271,8 +272,8 @@ def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: di
     except KeyError as error:
         raise ConfigError(f"the checkpoint has no {error.args[0]} tensor") from None
     vocab.check(d2t, t2d)
-    drafter = Eagle3(options, own, layers, vocab.ids_of(d2t), target.embedding.detach().clone(),
-                     target.head.weight.detach().clone())
+    drafter = Eagle3(options, own, layers, vocab.ids_of(d2t), target.embedding.clone(),
+                     target.head_weight.clone())
     expected = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
     found = {name: tuple(t.shape) for name, t in rest.items()}
     if expected != found:
@@ -302,13 +303,13 @@ def copy_last_layer(drafter: Eagle3, target: Any) -> None:
         for name in ("q_proj", "k_proj", "v_proj"):
             weight = getattr(own.self_attn, name).weight
             weight[:, :H].mul_(0.05)
-            weight[:, H:].copy_(getattr(layer.self_attn, name).weight)
-        own.self_attn.o_proj.weight.copy_(layer.self_attn.o_proj.weight)
+            weight[:, H:].copy_(weight_of(getattr(layer.self_attn, name)))
+        own.self_attn.o_proj.weight.copy_(weight_of(layer.self_attn.o_proj))
         for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(own.mlp, name).weight.copy_(getattr(layer.mlp, name).weight)
-        own.hidden_norm.weight.copy_(layer.input_layernorm.weight)
-        own.post_attention_layernorm.weight.copy_(layer.post_attention_layernorm.weight)
-        drafter.norm.weight.copy_(target.model.get_decoder().norm.weight)
+            getattr(own.mlp, name).weight.copy_(weight_of(getattr(layer.mlp, name)))
+        own.hidden_norm.weight.copy_(weight_of(layer.input_layernorm))
+        own.post_attention_layernorm.weight.copy_(weight_of(layer.post_attention_layernorm))
+        drafter.norm.weight.copy_(weight_of(target.model.get_decoder().norm))
     except (AttributeError, RuntimeError) as error:
         raise ConfigError(f"drafter.options.start = target_layer: the target's last layer does not fit "
                           f"({error}); use start: random") from None

@@ -6,20 +6,24 @@ after the final norm, applied once. Legend: B rows, q tokens a row, H target hid
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from drafters.cache import RowCache
 from drafters.embedded import materialise
 from drafters.fast_cpu import GROUPED, fold_mask, use_skinny_linear
+from drafters.placement import check_map, device_of, loading_options, pick_device, weight_of
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, sha256_json
 from recipes.schema import Target as TargetSection
@@ -69,18 +73,6 @@ def resolve_model(section: TargetSection) -> str:
     return section.model
 
 
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"target.device = {name}: not a device; use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"target.device = {name}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
 def use_threads(threads: int) -> None:
     """Sets torch's CPU threads; `accelerate launch` would otherwise leave one (it sets OMP_NUM_THREADS=1)."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
@@ -95,25 +87,28 @@ class Target:
         transformers_logging.disable_progress_bar()
         self.section = section
         self.path = resolve_model(section)
-        self.device = pick_device(section.device)
         self.dtype = getattr(torch, section.dtype)
         options = {"trust_remote_code": section.trust_remote_code}
         try:
             self.config = AutoConfig.from_pretrained(self.path, **options).get_text_config()
             self.tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
+            placed = self.placement()
+            device = None if placed else pick_device(section.device)
             model, report = AutoModelForCausalLM.from_pretrained(
-                self.path, dtype=self.dtype, use_safetensors=True, output_loading_info=True, **options)
+                self.path, dtype=self.dtype, use_safetensors=True, output_loading_info=True, **options, **placed)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             first = str(error).strip().splitlines()[0]
             raise ConfigError(f"target.model = {section.model}: cannot be loaded: {first}") from None
         if report["missing_keys"]:  # transformers would go on with random numbers in their place (case 13)
             raise ConfigError(f"target.model = {section.model}: its files hold no {sorted(report['missing_keys'])[0]}")
-        self.model = model.to(self.device).eval().requires_grad_(False)
+        check_map(section, model)
+        self.model = (model if placed else model.to(device)).eval().requires_grad_(False)
+        self.device = device_of(self.model.get_output_embeddings())  # where states are gathered
         self.depth = self.config.num_hidden_layers
         self.hidden = self.config.hidden_size
         self.groups = self.config.num_attention_heads // self.config.num_key_value_heads
         self.max_length = self.config.max_position_embeddings
-        self.grouped = self.device.type == "cpu" and section.skinny_linear
+        self.grouped = self.device.type == "cpu" and section.skinny_linear and not section.tp_plan
         if self.grouped:
             use_skinny_linear(self.model)
             self.model.set_attn_implementation(GROUPED)
@@ -122,15 +117,31 @@ class Target:
         self.watch()
         self.check_head()
 
+    def placement(self) -> dict[str, Any]:
+        """Arguments of `from_pretrained` that say where the weights go; empty: to `target.device`."""
+        options = loading_options(self.section)
+        if self.section.tp_plan:
+            raise ConfigError("target.tp_plan: this stage runs in one process; use target.device_map here")
+        return options
+
     @property
     def head(self) -> nn.Linear:
-        """The vocabulary projection, weight [V, H]."""
+        """The vocabulary projection, to be called; its weight is `head_weight`."""
         return self.model.get_output_embeddings()
+
+    def project(self, states: Tensor) -> Tensor:
+        """Logits [..., V] of final states [..., H], as part of a pass."""
+        return self.model.get_output_embeddings()(states)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight of the vocabulary projection [V, H], wherever it is kept."""
+        return weight_of(self.model.get_output_embeddings())
 
     @property
     def embedding(self) -> Tensor:
-        """Input embedding table [V, H]."""
-        return self.model.get_input_embeddings().weight
+        """Input embedding table [V, H], wherever it is kept."""
+        return weight_of(self.model.get_input_embeddings())
 
     @property
     def vocab_size(self) -> int:
@@ -172,7 +183,7 @@ class Target:
         ids = torch.tensor([[1, 2, 3]], device=self.device) % self.vocab_size
         with torch.inference_mode():
             logits = self.model(ids, use_cache=False).logits
-            ours = self.head(self.model.get_decoder()(ids, use_cache=False).last_hidden_state)
+            ours = self.project(self.model.get_decoder()(ids, use_cache=False).last_hidden_state)
         if not torch.allclose(logits.float(), ours.float(), rtol=1e-3, atol=1e-3):
             kind = type(self.model).__name__
             raise ConfigError(f"target.model = {self.section.model}: {kind} scales or caps its logits; not supported")
@@ -213,9 +224,9 @@ class Target:
         self.seen.clear()
         final = self.model.get_decoder()(
             input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=cache is not None,
-        ).last_hidden_state
-        taps = torch.cat([self.seen[k] for k in self.layers], dim=-1) if self.layers else None
-        return States(final, taps, self.head(final) if logits else None)
+        ).last_hidden_state.to(self.device)
+        taps = torch.cat([self.seen[k].to(self.device) for k in self.layers], dim=-1) if self.layers else None
+        return States(final, taps, self.project(final) if logits else None)
 
     def fingerprint(self) -> dict[str, str]:
         """What must agree between traces, drafter and serving: weights, config, dtype, tokenizer, template."""
@@ -229,12 +240,18 @@ class Target:
         }
 
     def weights_digest(self) -> str:
-        """Digest of a local folder's safetensors files, or of sampled tensor content for a Hub id."""
-        folder = Path(self.path)
-        if folder.is_dir():
-            return sha256_json({f.name: sha256_file(f) for f in sorted(folder.glob("*.safetensors"))})
-        sample = {name: [float(p.flatten()[0]), float(p.float().sum())] for name, p in self.model.named_parameters()}
-        return sha256_json(sample)
+        """Digest of the safetensors files, in a local folder or in the Hub's cache; the same wherever they are
+        loaded to."""
+        folder, digest = Path(self.path), sha256_file
+        if not folder.is_dir():
+            folder, digest = Path(cached_file(self.path, "config.json", local_files_only=True)).parent, blob_sha256
+        return sha256_json({f.name: digest(f) for f in sorted(folder.glob("*.safetensors"))})
+
+
+def blob_sha256(path: Path) -> str:
+    """SHA-256 of a large file of the Hub's cache, which is a link to a file of that name."""
+    name = path.resolve().name
+    return name if re.fullmatch("[0-9a-f]{64}", name) else sha256_file(path)
 
 
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> dict:

@@ -19,6 +19,7 @@ from data.prompts import Prompt, evaluation_prompts
 from drafters import checkpoint
 from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
+from drafters.placement import on_one_process
 from drafters.target import Target, require_chat_template
 from eval import timing
 from eval.decode import Decoder, Output
@@ -88,7 +89,7 @@ class Evaluation:
         self.recipe, self.section = recipe, recipe.eval
         self.folder = run_dir(recipe)
         self.prompts, self.prompts_sha256 = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
-        self.target = Target(recipe.target, recipe.trace.layers)
+        self.target = Target(on_one_process(recipe.target), recipe.trace.layers)
         require_chat_template(self.target)
         self.checkpoint = checkpoint.chosen(recipe.drafter.path, self.folder)
         self.drafter = checkpoint.load(self.checkpoint, self.target)

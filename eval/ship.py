@@ -15,6 +15,7 @@ from data.prompts import evaluation_prompts
 from data.reader import open_manifest
 from drafters import checkpoint
 from drafters.export.write import export_native
+from drafters.placement import on_one_process
 from drafters.target import Target
 from eval.decode import Decoder
 from eval.metrics import Acceptance
@@ -90,7 +91,7 @@ def proven(proof: Path, key: str, sha256: str) -> bool:
 
 def main(recipe: Recipe, switches: set[str]) -> None:
     folder = run_dir(recipe)
-    target = Target(recipe.target, recipe.trace.layers)
+    target = Target(on_one_process(recipe.target), recipe.trace.layers)
     layers = target.layers
     if not recipe.drafter.path:
         layers = open_manifest(recipe.trace, folder)["layers"]

@@ -25,6 +25,10 @@ class Target:
     model: str = opt("embedded:smollm2-135m", "Hub id, local folder, or embedded:NAME")
     dtype: Literal["float32", "bfloat16", "float16"] = opt("float32", "precision the target is traced and served in")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
+    device_map: str | dict[str, int | str] = opt("", "the target over several devices: auto, balanced, balanced_low_0, "
+                                                     "sequential, or {module: cuda:N, cpu or disk} (docs/states.md)")
+    tp_plan: Literal["", "auto"] = opt("", "auto: make trace and inspect share every layer among the processes of "
+                                           "torchrun; other stages then take device_map auto (docs/states.md)")
     threads: NonNegativeInt = opt(0, "CPU threads for torch; 0 takes every core this process may use")
     cache_dir: str = opt("runs/cache", "where an embedded target is written once")
     trust_remote_code: bool = opt(False, "run model code that comes with the checkpoint")
@@ -134,6 +138,9 @@ class Trace:
     cache_gb: PositiveFloat = opt(20.0, "size at most, in GB of 1e9 bytes, of the states that mode cache keeps "
                                         "and of the shards of a url that are here")
     max_bad_share: float = opt(0.01, "share of rows with NaN or Inf states above which the run stops")
+    backend: Literal["transformers", "vllm"] = opt("transformers", "what computes the states (docs/states.md)")
+    engine: dict[str, Any] = opt({}, "vllm: arguments of vllm.LLM, e.g. {tensor_parallel_size: 8}")
+    engine_python: str = opt("", "vllm: the Python of the environment that has vLLM; empty is this one")
     verify_rows: NonNegativeInt = opt(8, "make inspect --verify: random rows recomputed with the target and compared")
     verify_seed: int = opt(0, "make inspect --verify: seed that chooses these rows")
 

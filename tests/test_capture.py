@@ -1,11 +1,14 @@
 """Hidden states of finished rows against transformers' own output_hidden_states, one row at a time."""
 
+from itertools import combinations
+from math import inf
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.capture import Conversation, by_tokens, capture
+from data.capture import A_PASS, Conversation, by_tokens, capture
 from drafters.target import Prefix, States
 from recipes.errors import RunError
 from tests.tiny import LAYERS, L, conversations, load_target, plain_model, write_target
@@ -16,6 +19,11 @@ ROWS = conversations(9, 2)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def tapped(folder):
+    return load_target(folder, "float32", LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +64,23 @@ def test_rows_that_begin_alike_equal_row_by_row_transformers(folder, reference, 
     assert target.prefix([r.ids for r in rows]).length == (common if common >= 4 else 0)
     traced, bad = capture(target, rows, 150, torch.float32)
     assert bad == {}
+    for got, row in zip(traced, rows):
+        taps, final = reference(row.ids, LAYERS)
+        torch.testing.assert_close(got.taps, taps, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got.final, final[got.final_at], rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=12, deadline=None)
+@given(common=st.integers(0, 8), lengths=st.lists(st.integers(2, 24), min_size=1, max_size=7),
+       limit=st.integers(1, 200), seed=st.integers(0, 10**6))
+def test_any_rows_in_any_batches_equal_row_by_row_transformers(tapped, reference, common, lengths, limit, seed):
+    """Random lengths, a beginning that all rows share or none, any limit: every state is that of the row alone."""
+    random = torch.Generator().manual_seed(seed)
+    head = torch.randint(3, 60, (common,), generator=random).tolist()
+    rows = [Conversation(f"r{i}", "train", head + torch.randint(3, 60, (n,), generator=random).tolist(),
+                         [0] * (common + n - 1) + [1], [], "stop") for i, n in enumerate(lengths)]
+    traced, bad = capture(tapped, rows, limit)
+    assert bad == {} and [got.id for got in traced] == [row.id for row in rows]
     for got, row in zip(traced, rows):
         taps, final = reference(row.ids, LAYERS)
         torch.testing.assert_close(got.taps, taps, rtol=1e-4, atol=1e-4)
@@ -141,6 +166,22 @@ def test_batches_hold_every_row_once_within_the_limit(lengths, limit):
     batches = by_tokens(ordered, limit)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     assert all(len(b) == 1 or len(b) * max(lengths[i] for i in b) <= limit for b in batches)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=9), st.integers(150, 900))
+def test_batches_are_the_cheapest_of_all(lengths, limit):
+    """No other way to cut the rows by length has fewer padded tokens and passes together: against every way."""
+    ordered = sorted(lengths)
+
+    def cost(cuts: tuple[int, ...]) -> float:
+        parts = [ordered[a:b] for a, b in zip((0, *cuts), (*cuts, len(ordered)))]
+        fits = all(len(p) == 1 or len(p) * p[-1] <= limit for p in parts)
+        return sum(len(p) * p[-1] + A_PASS for p in parts) if fits else inf
+
+    every = (cuts for n in range(len(ordered)) for cuts in combinations(range(1, len(ordered)), n))
+    batches = by_tokens(list(enumerate(ordered)), limit)
+    assert sum(len(b) * ordered[b[-1]] + A_PASS for b in batches) == min(map(cost, every))
 
 
 def test_forward_passes_stay_within_the_token_limit():

@@ -1,4 +1,4 @@
-"""The answer backends against a real vLLM on the CPU. Optional: `make test-vllm` builds the environment it needs."""
+"""Answers and hidden states of a real vLLM on the CPU. Optional: `make test-vllm` builds the environment it needs."""
 
 import json
 import os
@@ -6,13 +6,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tiny import chat_tokenizer, llama, load_target
+import torch
+from tiny import chat_tokenizer, conversations, llama, load_target
 
 from data.backends.server import ServerBackend
 from data.backends.units import answer_unit
+from data.capture import capture
+from data.compare import NOISE, compare
 from data.generate import Generator, Request
 from data.sampling import Sampling
-from recipes.schema import Generation, Server
+from data.states import open_states
+from recipes.schema import Generation, Server, Trace
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,3 +92,23 @@ def test_vllm_in_process_gives_the_targets_own_greedy_answers(folder, tmp_path):
     expected = Generator(load_target(folder, "float32"), LIMIT, 1).run(requests())
     assert [(a["tokens"], a["finish"], a["overrun"]) for a in answers] == [
         (a.tokens, a.finish, a.overrun) for a in expected]
+
+
+@pytest.mark.parametrize("layers", [[0, 2, 5], [1, 3, 6]], ids=["embedding to last layer", "before the final norm"])
+def test_vllm_hands_out_the_targets_own_states(folder, tmp_path, monkeypatch, layers):
+    """Every tap and final state of every row, rows that begin alike too: ids mean the same there, and no prefix cache
+    withholds a state (cases 01, 08). What was handed over is gone (case 61)."""
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    target, rows = load_target(folder, "float32", layers), conversations(6, 2)
+    rows[1].ids[: len(rows[0].ids)] = rows[0].ids
+    rows[1].turns = [0] * (len(rows[1].ids) - 2) + [1, 1]
+    section = Trace(backend="vllm", max_length=100, engine={"enforce_eager": True}, engine_python=str(PYTHON))
+    with open_states(section, target, tmp_path) as states:
+        traced, bad = states(rows, torch.float32)
+        assert not list(states.staging.iterdir())
+    assert bad == {}
+    for got, own in zip(traced, capture(target, rows, 256)[0], strict=True):
+        assert got.ids.equal(own.ids)
+        assert compare(got, own, torch.float32, NOISE[torch.float32])[1] == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["vllm.log"]

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from data.batching import plan_for
 from data.reader import RowReader, open_rows, with_states
+from drafters.placement import on_one_process
 from drafters.registry import entry, options_of
 from drafters.target import Target
 from recipes.cli import Command, run, run_dir
@@ -67,7 +68,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     accelerator = start(recipe.train, None if recipe.train.tracker == "none" else recipe.train.tracker)
     folder = run_dir(recipe)
     rows = open_rows(recipe.trace, folder)
-    target = Target(recipe.target, recipe.trace.layers)
+    target = Target(on_one_process(recipe.target), recipe.trace.layers)
     check_traces(rows, target, target.layers)
     check_own_prompts(rows, recipe.train.own_prompts)
     reader = with_states(rows, recipe.trace, folder, target)

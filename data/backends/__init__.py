@@ -1,1 +1,4 @@
-"""Where answers come from: one contract (base.py), one table (registry.py), one file a backend."""
+"""Where answers come from: one contract (base.py), one table (registry.py), one file a backend.
+
+vllm_worker.py and vllm_connector.py run in vLLM's own environment, for data/states.py.
+"""
