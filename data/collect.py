@@ -98,9 +98,9 @@ class Collector:
         """Answers to one round's requests, in units."""
         section, answers = self.recipe.generation, []
         self.tally.asked += len(requests)
-        held = sum(p.stat().st_size for p in self.folder.glob("s*/*.safetensors"))
-        if not behind_url(self.recipe.trace):
-            self.check_room(sum(self.bytes_of(r.prompt, r.turns) for r in requests) - held)  # answers come on top
+        if number == 0 and self.keeps_states and not (self.folder / "manifest.json").exists():
+            least = sum(self.bytes_of(r.prompt, r.turns, self.staging.dtype) for r in requests)  # answers come on top
+            self.check_room(least - self.staging.held(number))
         with progress_bar() as bar:
             task = bar.add_task("answers ", total=len(requests), note="")
             for start in range(0, len(requests), section.unit_rows):
@@ -117,7 +117,7 @@ class Collector:
         size = sum(sizes.values())
         missing = [name for name, part in plan.items() if not self.place.complete(name, [c.id for c in part], self.key)]
         self.staging.open([c.id for name, part in plan.items() if name not in missing for c in part])
-        self.check_room(self.place.room_for([sizes[name] for name in missing]))
+        self.check_room(self.place.room_for([sizes[name] for name in missing]) * 1.05 - self.staging.returns())
         self.write_described("manifest.json", self.manifest(rows, intake, list(plan), size))
         bad = 0
 
@@ -157,16 +157,16 @@ class Collector:
         self.place.share(self.folder / name)
 
     def check_room(self, needed: float) -> None:
-        """Raises RunError where missing shards of so many bytes do not fit."""
-        needed = needed * 1.05 - self.staging.returns()
+        """Raises RunError where so many bytes more do not fit on the disk."""
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise RunError(f"{self.folder}: traces need {needed / 1e6:.0f} MB more, {free / 1e6:.0f} MB are free")
 
-    def bytes_of(self, ids: list[int], turns: list[int]) -> int:
+    def bytes_of(self, ids: list[int], turns: list[int], dtype: torch.dtype | None = None) -> int:
+        """Bytes of a row in a shard, or in another dtype than the store's."""
         finals = sum(turn != 0 for turn in turns[1:])
         width = len(self.target.layers) * self.target.hidden if stores_states(self.recipe.trace) else 0
-        return row_bytes(len(ids), finals, width, self.target.hidden, self.dtype)
+        return row_bytes(len(ids), finals, width, self.target.hidden, dtype or self.dtype)
 
     def plan_shards(self, rows: list[Conversation]) -> dict[str, list[Conversation]]:
         """Rows of each shard, in order, cut where a shard reaches its size: the same on every run."""

@@ -25,8 +25,10 @@ class Recorder:
     """One place for each row and position, as in the key/value cache: 4 H numbers a token for three taps."""
 
     def __init__(self, target: Target, rows: int, capacity: int, prefix: Prefix, keeper: Keeper) -> None:
+        narrow = min(keeper.dtype, target.dtype, key=lambda dtype: dtype.itemsize)
+
         def places(width: int) -> Tensor:
-            return torch.zeros(rows, capacity, width, dtype=keeper.dtype, device=target.device)
+            return torch.zeros(rows, capacity, width, dtype=narrow, device=target.device)
 
         self.keeper = keeper
         self.taps, self.final = places(len(target.layers) * target.hidden), places(target.hidden)
@@ -48,4 +50,5 @@ class Recorder:
     def finish(self, row: int, id: str, ids: list[int], turns: list[int]) -> None:
         """Hands a row over: `ids` are its tokens, all of which have been through the target."""
         T = len(ids)
-        self.keeper.add(id, ids, turns, self.taps[row, :T].cpu().clone(), self.final[row, :T].cpu().clone())
+        taps, final = (kept[row, :T].to("cpu", self.keeper.dtype, copy=True) for kept in (self.taps, self.final))
+        self.keeper.add(id, ids, turns, taps, final)

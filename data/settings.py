@@ -9,7 +9,7 @@ from data.backends.registry import content_settings
 from data.intake import evaluation_sets, sources_of
 from data.rows import describe_source
 from drafters.target import Target
-from recipes.errors import ConfigError, RunError
+from recipes.errors import NO_SPACE, ConfigError, RunError
 from recipes.files import write_json
 from recipes.provenance import difference
 from recipes.schema import Recipe, Trace
@@ -60,6 +60,8 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
         if not {".json", ".jsonl"} & {p.suffix for p in folder.glob("*/*")}:  # nothing was collected yet
             write_json(path, settings)
     except OSError as error:
+        if error.errno in NO_SPACE:
+            raise
         raise ConfigError(f"{folder}: cannot write there: {error.strerror}") from None
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))

@@ -44,6 +44,7 @@ class UnitParts:
             self.rows, self.held, self.parts = [], 0, self.parts + 1
 
     def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob(f"{self.unit}.*"):
             path.unlink()
         self.writer = BackgroundWriter(write_shard)
@@ -51,9 +52,11 @@ class UnitParts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        with self.writer:
+        try:
             if error is None:
                 self.flush()
+        finally:
+            self.writer.__exit__(kind, error, trace)
 
 
 class Staging:
@@ -61,17 +64,23 @@ class Staging:
 
     def __init__(self, folder: Path, key: str, dtype: torch.dtype, part_bytes: float) -> None:
         self.folder, self.key, self.dtype, self.part_bytes = folder, key, dtype, part_bytes
-        self.reader = ShardReader(folder, key)
-        self.waiting: dict[str, set[str]] = {}  # part -> ids of its rows that are in no shard yet
-        self.index: dict[str, int] = {}
+        self.forget()
 
     def unit(self, name: str) -> UnitParts:
         """The keeper for a unit that is going to be made."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         return UnitParts(self.folder, name, self.key, self.dtype, self.part_bytes)
+
+    def forget(self) -> None:
+        """Nothing is known to wait."""
+        self.reader = ShardReader(self.folder, self.key)
+        self.waiting: dict[str, set[str]] = {}  # part -> ids of its rows that are in no shard yet
+        self.index: dict[str, int] = {}
 
     def open(self, done: list[str]) -> None:
         """Reads which rows wait. What cannot be read is removed, and parts of rows that are `done` alone."""
+        self.forget()
+        for path in self.folder.glob(".*"):
+            path.unlink()
         for path in sorted(self.folder.glob("*.safetensors")):
             try:
                 self.reader.index(path.stem)
@@ -93,12 +102,16 @@ class Staging:
         return row
 
     def returns(self) -> int:
-        """Bytes that come free while shards are written: all but those of the largest unit, whose parts have rows of
-        all its shards and go together."""
+        """Bytes that surely come free while shards are written: without those of the largest unit, whose parts have
+        rows of all its shards and go together, and those of two shards, one being computed and one being written."""
         units: Counter = Counter()
         for path in self.folder.glob("*"):
             units[path.name.split(".")[0]] += path.stat().st_size
-        return units.total() - max(units.values(), default=0)
+        return max(0, int(units.total() - max(units.values(), default=0) - 2 * self.part_bytes))
+
+    def held(self, round: int) -> int:
+        """Bytes that wait for this round's answers."""
+        return sum(path.stat().st_size for path in self.folder.glob(f"{round}-*"))
 
     def spent(self, rows: list[str]) -> list[str]:
         """Parts of which no row waits any more, now that these go to a shard."""
@@ -110,11 +123,13 @@ class Staging:
         return done
 
     def remove(self, parts: list[str]) -> None:
-        """Deletes these parts."""
+        """Deletes these parts, and lets go of their mapping, which would keep their room taken."""
         for part in parts:
+            self.reader.files.pop(part, None)
             for end in (".json", ".safetensors"):
                 (self.folder / f"{part}{end}").unlink(missing_ok=True)
 
     def close(self) -> None:
         """Every row is in a shard: deletes the folder."""
+        self.forget()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -44,7 +44,7 @@ def check_states(section: Trace, target: Target) -> None:
             raise ConfigError("trace.engine and trace.engine_python are for trace.backend vllm")
         return
     if section.mode != "store":
-        raise ConfigError(f"trace.backend = vllm: with trace.mode = {section.mode} training computes the states itself; "
+        raise ConfigError(f"trace.backend = vllm: with trace.mode = {section.mode} training computes the states; "
                           "set trace.mode to store")
     taken = FIXED & set(section.engine)
     if taken:

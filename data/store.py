@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.codec import decode, encode, scaled, state_bytes
-from recipes.errors import ConfigError, RunError
+from recipes.errors import MAKE_ROOM, ConfigError, RunError
 from recipes.files import sha256_file, sha256_json, sync_folder, write_json
 
 FORMAT = "drafthouse.traces/1"
@@ -97,7 +97,7 @@ def write_shard(folder: Path, name: str, rows: list[TraceRow], dtype: torch.dtyp
     except (OSError, SafetensorError) as error:
         needed = sum(t.nbytes for t in tensors.values()) / 1e6
         raise RunError(f"{path}: cannot be written ({needed:.0f} MB): {getattr(error, 'strerror', None) or error}; "
-                       "what was finished is kept: make room and run the same command again") from None
+                       f"{MAKE_ROOM}") from None
     finally:
         temporary.unlink(missing_ok=True)
 

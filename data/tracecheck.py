@@ -69,6 +69,9 @@ def check_folder(folder: Path, content: bool = True,
     if found.manifest and len(found.lists) == len(names):
         found.faults += check_totals(found.manifest, found.lists)
     found.faults += strays(folder, names)
+    if names and len(found.intact) == len(names):
+        found.faults += [Fault(path.relative_to(folder).as_posix(), "", "waits for no shard: left by a killed run")
+                         for path in sorted(folder.glob("staged/[!.]*"))]
     return found
 
 

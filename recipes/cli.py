@@ -1,6 +1,5 @@
 """What every entry point shares: flags, exit codes, errors without a traceback, the run's folder."""
 
-import errno
 import sys
 import textwrap
 import traceback
@@ -8,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from recipes.errors import INTERRUPTED, ConfigError, DrafthouseError, RunError
+from recipes.errors import INTERRUPTED, MAKE_ROOM, NO_SPACE, ConfigError, DrafthouseError, RunError
 from recipes.files import write_text
 from recipes.loader import dump_recipe, flags, load_options, load_recipe
 from recipes.schema import Recipe
 
-FULL = "; what was finished is kept: make room and run the same command again"
 DEFAULT_RECIPE = "recipes/smollm2-135m/eagle3-demo.yaml"
 
 
@@ -92,7 +90,7 @@ def run(command: Command, argv: list[str] | None = None) -> None:
         fail(command.name, str(error), error.exit_code, debug)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        advice = FULL if error.errno == errno.ENOSPC else ""
+        advice = f"; {MAKE_ROOM}" if error.errno in NO_SPACE else ""
         fail(command.name, f"{place}{error.strerror or error}{advice}", RunError.exit_code, debug)
     except KeyboardInterrupt:
         fail(command.name, "interrupted; run the same command again to go on", INTERRUPTED, debug)
@@ -113,6 +111,8 @@ def run_dir(recipe: Recipe) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "recipe.yaml", dump_recipe(recipe))
     except OSError as error:
+        if error.errno in NO_SPACE:
+            raise
         raise ConfigError(f"{folder}: cannot write the run's folder: {error.strerror}") from None
     return folder
 

@@ -1,9 +1,13 @@
 """The two kinds of failure a user sees: each is one clear message and an exit code, never a traceback."""
 
+import errno
+
 USAGE = 2  # bad usage, configuration or input
 FAILED = 1  # the work itself failed, or a gate broke
 INTERRUPTED = 130
 TERMINATED = 143
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})  # OSError.errno of a full disk or quota
+MAKE_ROOM = "what was finished is kept: make room and run the same command again"
 
 
 class DrafthouseError(Exception):

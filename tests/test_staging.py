@@ -11,6 +11,7 @@ from data.capture import Conversation, capture
 from data.codec import DTYPES, error_bound
 from data.staging import Staging
 from data.store import TraceReader
+from data.tracecheck import check_folder
 from recipes.errors import RunError
 from tests.test_collect import Killed, content, forbid_work, fresh, trace, world  # noqa: F401 - a fixture
 from tests.tiny import LAYERS, conversations, load_target, write_target
@@ -121,8 +122,43 @@ def test_unit_that_is_made_again_leaves_nothing_of_its_first_try(tmp_path, trace
 def test_room_that_comes_back_leaves_the_largest_unit_out(tmp_path, traced):
     """Parts of one unit go together, so what they hold cannot be counted on for its own shards."""
     made = stage(tmp_path, traced)
+    made.part_bytes = 100
     sizes = {name: sum(p.stat().st_size for p in tmp_path.glob(f"{name}.*")) for name in "ab"}
-    assert made.returns() == min(sizes.values())
+    assert made.returns() == min(sizes.values()) - 200
+    made.part_bytes = 1e9
+    assert made.returns() == 0
+
+
+def test_room_of_a_removed_part_is_free(tmp_path, traced):
+    """No mapping of a deleted file is left, which would keep its blocks and grow the process (case 14)."""
+    stage(tmp_path, traced)
+    found = opened(tmp_path)
+    assert found.row(ROWS[0]) is not None
+    found.remove(["a.000"])
+    mapped = [line for line in open("/proc/self/maps") if str(tmp_path) in line]
+    assert any("b.000" in line for line in mapped) and not any("a.000" in line for line in mapped)
+
+
+def test_opening_again_forgets_what_is_gone(tmp_path, traced):
+    """A repair collects twice with one collector: parts that were used up are not looked for again."""
+    stage(tmp_path, traced)
+    found = opened(tmp_path)
+    found.remove(found.spent([r.id for r in ROWS]))
+    (tmp_path / ".a.000.tmp").write_text("killed")
+    found.open([])
+    assert found.row(ROWS[0]) is None and found.spent([r.id for r in ROWS]) == [] and not list(tmp_path.iterdir())
+
+
+def test_error_of_the_decoding_is_not_hidden_by_the_writer(tmp_path, traced, monkeypatch):
+    """Interrupted while a part meets a full disk: what is raised is the interrupt."""
+    def full(*args):
+        raise RunError("full")
+
+    monkeypatch.setattr(staging, "write_shard", full)
+    row = traced[0]
+    with pytest.raises(Killed), Staging(tmp_path, "k", torch.float32, 1.0).unit("a") as unit:
+        unit.add(row.id, row.ids.tolist(), row.turns.tolist(), row.taps, torch.zeros(len(row.ids), 32))
+        raise Killed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,6 +199,7 @@ def test_finished_run_with_lost_answers_states_recomputes_nothing(world, tmp_pat
         patch.setattr(Staging, "close", lambda self: None)
         patch.setattr(Staging, "remove", lambda self, parts: None)
         assert trace(recipe) == 0 and list((traces / "staged").iterdir())
+    assert any("waits for no shard" in fault.what for fault in check_folder(traces).faults)
     forbid_work(monkeypatch)
     assert trace(recipe) == 0 and content(traces) == content(world[2])
 
