@@ -377,7 +377,7 @@ def test_unusable_url_is_a_mistake_of_the_recipe(base, tmp_path, capsys, monkeyp
     """One message with exit code 2, before the target is loaded; a secret is neither shown nor written (case 64)."""
     absent = {"class": "lacking_package.FileSystem", "err": "Install lacking to use it"}
     monkeypatch.setitem(known_implementations, "lacking", absent)
-    monkeypatch.setattr(collect, "Target", None)
+    monkeypatch.setattr(collect, "open_target", None)
     assert call(TRACE, base, "--runs_dir", str(tmp_path), "--trace.url", url) == 2
     error = capsys.readouterr().err
     assert message in error and "hush" not in error and "Traceback" not in error

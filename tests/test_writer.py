@@ -129,16 +129,16 @@ def shards(traces: Path) -> dict[str, bytes]:
 def test_interrupted_capture_keeps_every_shard_that_was_computed(world, tmp_path, monkeypatch):
     """Ctrl-C while the second shard is computed: the first is whole, and the same command ends the job (case 35)."""
     recipe, traces = fresh(tmp_path, world)
-    computed, seen = collect.capture, []
+    traced, seen = collect.Collector.traced, []
 
-    def interrupted(target, rows, *rest):
+    def interrupted(self, rows, states):
         if seen:
             raise KeyboardInterrupt
         seen.append([r.id for r in rows])
-        return computed(target, rows, *rest)
+        return traced(self, rows, states)
 
     with monkeypatch.context() as patch:
-        patch.setattr(collect, "capture", interrupted)
+        patch.setattr(collect.Collector, "traced", interrupted)
         assert trace(recipe) == 130
     (first,) = [p.stem for p in (traces / "shards").glob("*.safetensors")]
     key = json.loads((traces / "manifest.json").read_text())["key"]
@@ -148,24 +148,24 @@ def test_interrupted_capture_keeps_every_shard_that_was_computed(world, tmp_path
 
 def test_at_most_two_shards_are_in_memory(world, tmp_path, monkeypatch):
     """When a shard's computation begins, no more rows are alive than those of the one being written (case 14)."""
-    computed, alive, sizes = collect.capture, [], []
+    gather, alive, sizes = collect.Collector.traced, [], []
 
-    def watched(target, rows, *rest):
+    def watched(self, rows, states):
         gc.collect()
         held = sum(ref() is not None for ref in alive)
         assert held <= (sizes[-1] if sizes else 0)
-        traced, bad = computed(target, rows, *rest)
+        traced, bad = gather(self, rows, states)
         alive.extend(weakref.ref(row) for row in traced)
         sizes.append(len(traced))
         return traced, bad
 
-    monkeypatch.setattr(collect, "capture", watched)
+    monkeypatch.setattr(collect.Collector, "traced", watched)
     assert trace(fresh(tmp_path, world)[0]) == 0 and len(sizes) == 3
 
 
 def test_disk_that_fills_up_is_one_message_and_costs_nothing_finished(world, tmp_path):
-    """A write that the system refuses: exit code 1, one message, no half-written file, units kept; with room, the
-    same command ends with the files of an undisturbed run (cases 14, 35)."""
+    """A write that the system refuses while states come with the answers: exit code 1, one message, no half-written
+    file; with room, the same command ends with the files of an undisturbed run (cases 14, 35)."""
     recipe, traces = fresh(tmp_path, world)
     (tmp_path / "whole").mkdir()
     undisturbed, reference = fresh(tmp_path / "whole", world)
@@ -173,7 +173,7 @@ def test_disk_that_fills_up_is_one_message_and_costs_nothing_finished(world, tmp
     full = subprocess.run([sys.executable, "-c", LIMITED, "300000", "--config", str(recipe)], cwd=ROOT,
                           env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert full.returncode == 1, full.stderr
-    assert "shard-00000.safetensors: cannot be written (" in full.stderr and "File too large" in full.stderr
+    assert "0-00000.000.safetensors: cannot be written (" in full.stderr and "File too large" in full.stderr
     assert "Traceback" not in full.stderr and "make room and run the same command again" in full.stderr
-    assert shards(traces) == {} and not list(traces.rglob(".*")) and list((traces / "answers").glob("*.json"))
+    assert shards(traces) == {} and not list(traces.rglob(".*")) and not list((traces / "answers").iterdir())
     assert trace(recipe) == 0 and shards(traces) == shards(reference)
