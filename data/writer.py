@@ -22,7 +22,11 @@ class BackgroundWriter:
     def put(self, *args: Any) -> None:
         """Starts write(*args) as soon as the one before has ended. Raises what that one raised."""
         self.wait()
-        self.pending = self.pool.submit(self.write, *args)
+        self.pending = self.pool.submit(self.run, [args])
+
+    def run(self, work: list[tuple]) -> None:
+        """Writes, and has let go of the arguments when the write counts as ended."""
+        self.write(*work.pop())
 
     def wait(self) -> None:
         """Waits for the write in work and raises what it raised."""
