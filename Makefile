@@ -21,7 +21,7 @@ export GOMP_SPINCOUNT ?= 10000
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo        fresh machine to report (16 to 19 minutes on two CPU cores)"
+	@echo "make demo        fresh machine to report (15 minutes on two quiet CPU cores)"
 	@echo "make test        fresh machine to green test suite; also: test-slow, test-vllm, lint"
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
