@@ -99,7 +99,8 @@ class Collector:
         section, answers = self.recipe.generation, []
         self.tally.asked += len(requests)
         if number == 0 and self.keeps_states and not (self.folder / "manifest.json").exists():
-            least = sum(self.bytes_of(r.prompt, r.turns, self.staging.dtype) for r in requests)  # answers come on top
+            waiting = self.staging.dtype if section.backend == "transformers" else self.dtype
+            least = sum(self.bytes_of(r.prompt, r.turns, waiting) for r in requests)  # answers come on top
             self.check_room(least - self.staging.held(number))
         with progress_bar() as bar:
             task = bar.add_task("answers ", total=len(requests), note="")

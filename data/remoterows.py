@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.remote import Remote, read_json
-from data.store import TraceReader, TraceRow, check_mode, list_intact, read_manifest
+from data.store import Listed, TraceReader, TraceRow, check_mode, list_intact, read_manifest
 from recipes.errors import ConfigError, RunError
 from recipes.files import locked, sha256_file
 
@@ -26,7 +26,7 @@ class Place:
     listed: dict[str, Any]
 
 
-class RemoteRows:
+class RemoteRows(Listed):
     """A RowReader (data/reader.py) of the shards behind a URL, of which at most `limit` bytes are here."""
 
     def __init__(self, remote: Remote, limit: int, mode: str) -> None:
@@ -106,21 +106,6 @@ class RemoteRows:
             used -= path.stat().st_size
             self.readers.pop(path.stem, None)
             path.unlink()
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def split(self, name: str) -> list[int]:
-        return [i for i, place in enumerate(self.places) if place.listed["split"] == name]
-
-    def tokens(self, index: int) -> int:
-        return self.places[index].listed["tokens"]
-
-    def supervised(self, index: int) -> int:
-        return self.places[index].listed["finals"]
-
-    def shard(self, index: int) -> str:
-        return self.places[index].shard
 
     def __getitem__(self, index: int) -> TraceRow:
         place = self.places[index]

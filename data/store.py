@@ -159,7 +159,32 @@ class _Place:
     listed: dict[str, Any]
 
 
-class ShardReader:
+class Listed:
+    """What the lists tell of rows by index, without reading one."""
+
+    places: list
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def tokens(self, index: int) -> int:
+        """Length of a row without reading it."""
+        return self.places[index].listed["tokens"]
+
+    def supervised(self, index: int) -> int:
+        """Supervised tokens of a row without reading it."""
+        return self.places[index].listed["finals"]
+
+    def shard(self, index: int) -> str:
+        """The shard that holds a row, without reading it."""
+        return self.places[index].shard
+
+    def split(self, name: str) -> list[int]:
+        """Indices of the rows of a split, in stored order."""
+        return [i for i, place in enumerate(self.places) if place.listed["split"] == name]
+
+
+class ShardReader(Listed):
     """Rows of complete shards by index, read by mmap; every shard's checksum is verified when it is opened.
     States come back in their storage precision, those stored in 8 bits as float32."""
 
@@ -199,21 +224,6 @@ class ShardReader:
         self.places += places
         self.files[name], self.scaled[name] = file, has_scales
 
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def tokens(self, index: int) -> int:
-        """Length of a row without reading it."""
-        return self.places[index].listed["tokens"]
-
-    def supervised(self, index: int) -> int:
-        """Supervised tokens of a row without reading it."""
-        return self.places[index].listed["finals"]
-
-    def shard(self, index: int) -> str:
-        """The shard that holds a row, without reading it."""
-        return self.places[index].shard
-
     def states(self, shard: str, part: str, place: slice) -> Tensor:
         """Stored states of a shard in float precision: [rows of `place`, width]."""
         file = self.files[shard]
@@ -247,7 +257,3 @@ class TraceReader(ShardReader):
             self.index(name)
         if not self.places:
             raise RunError(f"{folder}: holds no rows")
-
-    def split(self, name: str) -> list[int]:
-        """Indices of the rows of a split, in stored order."""
-        return [i for i, place in enumerate(self.places) if place.listed["split"] == name]

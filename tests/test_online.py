@@ -20,24 +20,16 @@ from data.statecache import CachedReader, kept_rows
 from data.store import TraceReader, TraceRow
 from data.tracetool import COMMAND as INSPECT
 from drafters.target import Target
-from recipes.cli import Command, run
+from recipes.cli import run
 from recipes.errors import ConfigError, RunError
 from recipes.loader import load_recipe
-from tests.tiny import write_prompts, write_recipe, write_target
+from tests.tiny import call, write_prompts, write_recipe, write_target
 from train.loop import Trainer
 from train.run import COMMAND as TRAIN
 
 TEXTS = [f"how does one forecast {thing}?" for thing in
          ("rain", "snow", "wind", "fog", "hail", "frost", "dew", "mist", "ice", "heat")]
 FIELDS = ("ids", "turns", "taps", "final")
-
-
-def call(command: Command, recipe: Path, *flags: str) -> int:
-    """Exit code of the command, run in this process."""
-    AcceleratorState._reset_state(True)
-    with pytest.raises(SystemExit) as stop:
-        run(command, ["--config", str(recipe), *flags])
-    return stop.value.code
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from accelerate.state import AcceleratorState
 from fsspec.registry import known_implementations
 from moto.server import ThreadedMotoServer
 from safetensors.torch import load_file
@@ -25,24 +24,16 @@ from data.remoterows import RemoteRows
 from data.store import TraceReader, TraceRow
 from data.tracetool import COMMAND as INSPECT
 from drafters.target import Target
-from recipes.cli import Command, run
+from recipes.cli import run
 from recipes.errors import ConfigError, RunError
 from recipes.loader import load_recipe
-from tests.tiny import llama, write_prompts, write_recipe, write_target
+from tests.tiny import call, llama, write_prompts, write_recipe, write_target
 from train.run import COMMAND as TRAIN
 
 TEXTS = [f"tell me in a few simple words how one forecasts {thing} for the next day, and why that fails" for thing in
          ("rain", "snow", "wind", "fog", "hail", "frost", "dew", "mist", "ice", "heat")]
 SECOND = "shards/shard-00001"
 FIELDS = ("ids", "turns", "taps", "final")
-
-
-def call(command: Command, recipe: Path, *flags: str) -> int:
-    """Exit code of the command, run in this process."""
-    AcceleratorState._reset_state(True)
-    with pytest.raises(SystemExit) as stop:
-        run(command, ["--config", str(recipe), *flags])
-    return stop.value.code
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,17 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.capture import Conversation, bare, capture
 from data.store import FORMAT, write_shard
 from drafters.target import Target
+from recipes.cli import Command, run
 from recipes.files import write_json
 from recipes.schema import Target as TargetSection
 
@@ -114,3 +117,11 @@ def write_prompts(path: Path, texts: list[str]) -> Path:
     """A JSONL file with one prompt a line and the ids p0, p1, ..."""
     path.write_text("".join(json.dumps({"id": f"p{i}", "prompt": t}) + "\n" for i, t in enumerate(texts)))
     return path
+
+
+def call(command: Command, recipe: Path, *flags: str) -> int:
+    """Exit code of the command, run in this process."""
+    AcceleratorState._reset_state(True)
+    with pytest.raises(SystemExit) as stop:
+        run(command, ["--config", str(recipe), *flags])
+    return stop.value.code
