@@ -16,6 +16,9 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # Threads that wait by spinning for long make a busy machine many times slower, sleeping at once an idle one twice
 # as slow (docs/results.md): spin for about ten microseconds.
 export GOMP_SPINCOUNT ?= 10000
+# glibc gives large blocks back to the system and has it clear them again, many times a training step (docs/results.md).
+export MALLOC_MMAP_THRESHOLD_ ?= 33554432
+export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
 
 .PHONY: help demo test test-slow test-vllm lint trace inspect train eval export plan compare serve-check doctor publish roi launch bench clean
 .DELETE_ON_ERROR:

@@ -170,8 +170,6 @@ class Eagle3(nn.Module):
         """
         depth, S = self.depth_at(progress), batch.ids.shape[1]
         at, valid = pack(loss_mask(batch.turns, 0))
-        teacher = F.linear(batch.final, self.teacher_head)  # [B, S, D]
-        inside = self.t2d[batch.ids]  # [B, S]: the token is in the draft vocabulary
 
         def ahead(k: int) -> Tensor:
             return (at + k).clamp(max=S - 1)
@@ -189,24 +187,33 @@ class Eagle3(nn.Module):
         following = F.pad(batch.ids[:, 1:], (0, 1))
         positions = torch.arange(S, device=at.device).expand_as(batch.ids)
         steps = unroll(self, state, following, positions, UnrollMemory(at), depth,
-                       choose=lambda k, logits: batch.ids.gather(1, ahead(k + 2)), select=at,
+                       choose=lambda k, output: batch.ids.gather(1, ahead(k + 2)), select=at,
                        thin=thin if self.options.depth_share < 1 else None)
-        sums, losses, hits, counts = [], [], [], []
-        for k, ((output, logits), weight) in enumerate(zip(steps, step_weights(depth, self.options.step_decay))):
+        outputs, labels, teachers, scales, counts = [], [], [], [], []
+        rows = torch.arange(len(at), device=at.device)[:, None] * S
+        for k, (output, weight) in enumerate(zip(steps, step_weights(depth, self.options.step_decay))):
             carries = loss_mask(batch.turns, k).gather(1, at) & valid
-            label = batch.ids.gather(1, ahead(k + 2))[carries]
-            picked = logits[carries]  # [N, D]
-            per_position = soft_cross_entropy(picked, take(teacher, ahead(k + 1))[carries])
-            if self.options.outside_vocabulary == "drop":
-                per_position = per_position * inside.gather(1, ahead(k + 2))[carries]
-            sums.append(weight * (scale[carries] * per_position).sum())
-            if self.options.feature_loss:
-                distance = feature_distance(self.norm(output[carries]), take(batch.final, ahead(k + 1))[carries])
-                sums.append(weight * self.options.feature_loss * (scale[carries] * distance).sum())
-            losses.append(per_position.detach().sum())
-            hits.append((self.draft_ids[picked.detach().argmax(-1)] == label).sum())
+            outputs.append(output[carries])
+            labels.append(batch.ids.gather(1, ahead(k + 2))[carries])
+            teachers.append((rows + ahead(k + 1))[carries])
+            scales.append(weight * scale[carries])
             counts.append(carries.sum())
-        return LossOutput(torch.stack(sums).sum(), torch.stack(losses), torch.stack(hits), torch.stack(counts))
+        # One head product for all depths: its weight's gradient is computed and added up once.
+        label, taught, weight = torch.cat(labels), torch.cat(teachers), torch.cat(scales)  # [N]
+        normed = self.norm(torch.cat(outputs))  # [N, H]
+        logits = self.lm_head(normed)  # [N, D]
+        at_once, which = taught.unique(return_inverse=True)  # a state teaches up to `depth` chains
+        final = batch.final.flatten(0, 1)[at_once]
+        per_position = soft_cross_entropy(logits, F.linear(final, self.teacher_head).float().softmax(-1)[which])
+        if self.options.outside_vocabulary == "drop":
+            per_position = per_position * self.t2d[label]
+        loss = (weight * per_position).sum()
+        if self.options.feature_loss:
+            loss = loss + self.options.feature_loss * (weight * feature_distance(normed, final[which])).sum()
+        hits = self.draft_ids[logits.detach().argmax(-1)] == label
+        sizes = [len(part) for part in labels]
+        return LossOutput(loss, torch.stack([part.sum() for part in per_position.detach().split(sizes)]),
+                          torch.stack([part.sum() for part in hits.split(sizes)]), torch.stack(counts))
 
     def noisy(self, state: Tensor, seed: int) -> Tensor:
         """Adds seeded Gaussian noise to the fused states, scaled by each position's own spread."""
@@ -221,9 +228,12 @@ class Eagle3(nn.Module):
         """Greedy drafts from every position that can start one: tokens [B, P, K], at [B, P], valid [B, P]."""
         at, valid = pack(loss_mask(batch.turns, 0))
         positions = torch.arange(batch.ids.shape[1], device=at.device).expand_as(batch.ids)
+        drafted: list[Tensor] = []
         steps = unroll(self, self.fuse(batch.taps), F.pad(batch.ids[:, 1:], (0, 1)), positions, UnrollMemory(at), K,
-                       choose=lambda k, logits: self.draft_ids[logits.argmax(-1)], select=at)
-        return torch.stack([self.draft_ids[logits.argmax(-1)] for _, logits in steps], dim=-1), at, valid
+                       choose=lambda k, output: drafted[-1], select=at)
+        for output in steps:
+            drafted.append(self.draft_ids[self.logits(output).argmax(-1)])
+        return torch.stack(drafted, dim=-1), at, valid
 
     # --- decoding ---
 

@@ -1,16 +1,16 @@
 """Losses of drafters as pure functions. Legend: N positions, D draft vocabulary."""
 
-import torch.nn.functional as F
 from torch import Tensor
 
 
 def soft_cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
     """Cross-entropy against the teacher restricted to the draft vocabulary and renormalised: [N].
 
-    logits, teacher [N, D] (both unnormalised, computed in float32). Equals KL(teacher || drafter) up to the
-    teacher's entropy, which has no gradient. EAGLE-3 (Li et al. 2025, section 3).
+    logits [N, D] (unnormalised, computed in float32), teacher [N, D] its float32 probabilities. Equals
+    KL(teacher || drafter) up to the teacher's entropy, which has no gradient. EAGLE-3 (Li et al. 2025, section 3).
     """
-    return -(teacher.float().softmax(-1) * F.log_softmax(logits.float(), dim=-1)).sum(-1)
+    logits = logits.float()
+    return logits.logsumexp(-1) - (teacher * logits).sum(-1)
 
 
 def step_weights(depth: int, decay: float) -> list[float]:

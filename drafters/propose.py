@@ -28,22 +28,21 @@ class Memory(Protocol):
 
 def unroll(drafter: Any, state: Tensor, tokens: Tensor, positions: Tensor, memory: Memory, depth: int,
            choose: Callable[[int, Tensor], Tensor], select: Tensor | None = None,
-           thin: Callable[[int], Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (output state [B, p, H], logits [B, p, D]) of `depth` successive draft steps.
+           thin: Callable[[int], Tensor] | None = None) -> Iterator[Tensor]:
+    """Yields the output state [B, p, H] of `depth` successive draft steps; `drafter.logits` of it names the token.
 
     state [B, q, H] with the token that follows each position, `tokens` [B, q]. The first step writes keys for
     all q positions and computes outputs only for `select` [B, p] (None: all); later steps go on from those,
-    one rotary position further each, with the tokens that `choose(k, logits)` names: the target's own in
+    one rotary position further each, with the tokens that `choose(k, output)` names: the target's own in
     training, the drafter's in decoding. thin(k) names which of the p positions go on to step k, [B, p'] (None: all).
     """
     for k in range(depth):
         state = drafter.step(state, drafter.embed(tokens), positions, memory, select)
         if select is not None:
             positions, select = positions.gather(1, select), None
-        logits = drafter.logits(state)
-        yield state, logits
+        yield state
         if k + 1 < depth:
-            tokens = choose(k, logits)
+            tokens = choose(k, state)
             state, positions = drafter.feedback(state), positions + 1
             if thin is not None:
                 going = thin(k + 1)
@@ -140,7 +139,8 @@ class ChainSession:
         drafted: list[Tensor] = []
         spread: list[Tensor] = []
 
-        def choose(k: int, logits: Tensor) -> Tensor:  # [B, 1, D] -> target ids [B, 1]
+        def choose(k: int, output: Tensor) -> Tensor:  # [B, 1, H] -> target ids [B, 1]
+            logits = drafter.logits(output)  # [B, 1, D]
             if sample is None:
                 drafted.append(drafter.draft_ids[logits.argmax(-1)])
             else:
@@ -151,9 +151,9 @@ class ChainSession:
             return drafted[-1]
 
         steps = unroll(drafter, state, tokens, positions, self.memory, K, choose, last)
-        for k, (_, logits) in enumerate(steps):
+        for k, output in enumerate(steps):
             if k + 1 == K:
-                choose(k, logits)
+                choose(k, output)
         return Draft(torch.cat(drafted, dim=1), torch.stack(spread, dim=1) if spread else None)
 
     def keep(self, rows: Tensor) -> None:

@@ -20,9 +20,9 @@ def chain_of(drafter: Eagle3, batch: Batch, start: int) -> tuple[list[int], torc
     at = torch.tensor([[start]])
     spread = torch.zeros(K, V, dtype=torch.float64)
     steps = unroll(drafter, drafter.fuse(batch.taps), batch.ids.roll(-1, 1), torch.arange(batch.ids.shape[1])[None],
-                   UnrollMemory(at), K, lambda k, logits: IDS[logits.argmax(-1)], at)
-    for k, (_, logits) in enumerate(steps):
-        spread[k, IDS] = logits[0, 0].softmax(-1)
+                   UnrollMemory(at), K, lambda k, output: IDS[drafter.logits(output).argmax(-1)], at)
+    for k, output in enumerate(steps):
+        spread[k, IDS] = drafter.logits(output)[0, 0].softmax(-1)
     return spread.argmax(-1).tolist(), spread
 
 

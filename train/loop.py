@@ -38,7 +38,7 @@ class Trainer:
         self.total = plan.total_steps(section.epochs)
         trained = [p for p in drafter.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=section.lr, betas=(section.beta1, section.beta2),
-                                      weight_decay=section.weight_decay)
+                                      weight_decay=section.weight_decay, fused=True)
         self.model, self.optimizer = accelerator.prepare(drafter, optimizer)
         if isinstance(self.model, DistributedDataParallel):
             self.model.broadcast_buffers = False  # the target's tables: the same everywhere, not to be sent each step
