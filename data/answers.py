@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Literal
 
 from data.capture import Conversation
-from data.chat import Message, answer_points, prompt_ids, render, reply_message, truncate, user_header_ids
+from data.chat import Message, answer_points, prompt_ids, render, reply_message, truncate, user_header_ids, user_span
 from data.generate import Answer, Request
 from data.literal import Unrenderable
 from data.prompts import Prompt, hold_out
@@ -23,9 +24,9 @@ def check_answers(recipe: Recipe) -> None:
     if recipe.generation.answers == "keep" and "synthesis" in kinds:
         raise ConfigError("generation.answers = keep: a synthesis source has no given answers; use a source with "
                           "answers, or generation.answers: regenerate")
-    if recipe.train.own_prompts and "synthesis" not in kinds:
-        raise ConfigError("train.own_prompts = true: no prompt source is of kind synthesis, so no user turn is the "
-                          "target's own; set it to false, or add such a source")
+    if recipe.train.user_turns and recipe.trace.user_turns == "own" and "synthesis" not in kinds:
+        raise ConfigError("train.user_turns = true: no prompt source is of kind synthesis, so no user turn is the "
+                          "target's own; set it to false, add such a source, or set trace.user_turns to all")
 
 
 class Answering:
@@ -119,18 +120,30 @@ class Answering:
                 self.counts["turns beyond the length limit"] += len(turns) - number
                 continue
             name, greedy = p.id if number == 0 else f"{p.id}/{number}", p.id in held
-            mask = prompt_turns(self.target, p, ids, "validation" if greedy else "train")
+            mask = [0] * len(ids)
+            if not greedy:
+                mask = prompt_turns(self.target, p, history, ids, self.recipe.trace.user_turns)
             requests.append(Request(name, ids, Sampling() if greedy else sampling, overrun if greedy else 0, mask))
             asked[name] = p, turns, history, mask
         return requests, asked
 
 
-def prompt_turns(target: Target, prompt: Prompt, ids: list[int], split: str) -> list[int]:
-    """Turn of each prompt token: 0, and -1 for a training prompt's user turn that the target wrote itself, its end
-    token and a given opening (`starts`) included: a drafter may learn from them too (train.own_prompts)."""
+def prompt_turns(target: Target, prompt: Prompt, history: list[Message], ids: list[int],
+                 wanted: Literal["own", "all"]) -> list[int]:
+    """Turn of each token of a training prompt `ids`, which `history` renders to: 0, and -1 for a user turn that a
+    drafter may learn from too (train.user_turns), its end token included.
+
+    own: of a prompt that the target wrote itself, a given opening (`starts`) included; all: the last one of any prompt
+    of messages, since each round of a conversation brings one more.
+    """
     turns = [0] * len(ids)
-    if prompt.own and split == "train":
+    if prompt.own:
         start = len(user_header_ids(target.tokenizer))
-        stop = next((i for i in range(start, len(ids)) if ids[i] in target.end_ids), start - 1)
-        turns[start : stop + 1] = [-1] * (stop + 1 - start)
+        stop = next((i for i in range(start, len(ids)) if ids[i] in target.end_ids), start - 1) + 1
+    elif wanted == "all" and prompt.ids is None:
+        start, stop = user_span(target.tokenizer, history, prompt.tools)
+        stop += stop > start and stop < len(ids) and ids[stop] in target.end_ids
+    else:
+        return turns
+    turns[start:stop] = [-1] * (stop - start)
     return turns

@@ -7,6 +7,7 @@ tokens the target itself would generate are supervised, its end token included, 
 import json
 import re
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 from jinja2 import TemplateError
@@ -256,6 +257,22 @@ def user_header_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not found:
         raise ConfigError("the chat template does not render user text verbatim; prompts cannot be synthesised")
     return tokenizer(head, add_special_tokens=False)["input_ids"]
+
+
+def user_span(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools = None) -> tuple[int, int]:
+    """Where the text of the last message, which must be the user's, stands in `prompt_ids`: its first token and the one
+    behind its last. An empty span where the template does not render it verbatim, or the message is another's.
+    """
+    last = _guarded(tokenizer, messages[-1])
+    content = last["content"].strip() if last["role"] == "user" and isinstance(last["content"], str) else ""
+    before, found, after = _text(tokenizer, messages, tools, generation=False).rpartition(content or "\0")
+    whole = _text(tokenizer, messages, tools, generation=True)
+    if not found or not whole.startswith(before + found):
+        return 0, 0
+    ids = encode(tokenizer, whole)
+    # What is encoded alone may end otherwise than within the whole, where a token may reach over the border.
+    start, stop = (len(commonprefix([ids, encode(tokenizer, part)])) for part in (before, before + found))
+    return start, stop
 
 
 def loss_positions(turns: list[int], depth: int) -> list[int]:

@@ -192,7 +192,7 @@ class Collector:
             "end_ids": self.target.end_ids, "dtype": self.recipe.trace.dtype, "max_length": self.limit,
             "seed": self.recipe.prompts.seed, "shards": shards, "rows": len(rows), "tokens": tokens,
             "supervised_tokens": sum(counts.values()),
-            "own_prompt_tokens": sum(turn < 0 for c in rows for turn in c.turns), "predicted_bytes": size,
+            "user_turn_tokens": sum(turn < 0 for c in rows for turn in c.turns), "predicted_bytes": size,
             "bytes_per_token": size / tokens, "dropped": dict(intake.dropped),
             "normalised": dict(intake.normalised),
             "finish": dict(Counter(c.finish for c in rows)), "backend": self.recipe.generation.backend,

@@ -98,7 +98,6 @@ def workload(recipe: Recipe, target: Target, limit: int, prompts: list[Prompt], 
         if recipe.generation.answers == "keep" and prompt.id not in held:
             continue
         weight = synthetic(recipe) / own if prompt.own else 1.0
-        split = "validation" if prompt.id in held else "train"
         history = []
         for number, part in enumerate(answer_points(prompt.messages)[0]):
             history += part
@@ -112,7 +111,8 @@ def workload(recipe: Recipe, target: Target, limit: int, prompts: list[Prompt], 
             load = loads[number]
             load.rows, load.answers = load.rows + weight, load.answers + weight
             load.known += weight * len(ids)
-            load.marked += weight * marked(prompt_turns(target, prompt, ids, split))
+            if prompt.id not in held:
+                load.marked += weight * marked(prompt_turns(target, prompt, history, ids, recipe.trace.user_turns))
             load.repeats += weight * (number + 1)
             history = [*history, {"role": "assistant", "content": "."}]  # stands for the answer, counted by `repeats`
     return loads

@@ -30,12 +30,15 @@ def folder_mode(section: Trace) -> str:
 
 def describe(recipe: Recipe, target: Target) -> dict[str, Any]:
     """Everything that decides the traces' content: another value is another trace set (case 30). What is not named is
-    mode `store` and backend `transformers`, so that folders from before there were others keep their key."""
+    mode `store`, backend `transformers` and user turns `own`, so that folders from before there were others keep their
+    key."""
     trace = {k: v for k, v in asdict(recipe.trace).items() if k not in NO_CONTENT}
     if not stores_states(recipe.trace):
         trace["mode"] = folder_mode(recipe.trace)
     if recipe.trace.backend == "transformers":
         del trace["backend"], trace["engine"]
+    if recipe.trace.user_turns == "own":
+        del trace["user_turns"]
     return {
         "target": target.fingerprint(),
         "sources": [describe_source(s, f"prompts.sources[{i}]") for i, s in enumerate(sources_of(recipe.prompts))],

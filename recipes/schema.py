@@ -126,6 +126,9 @@ class Trace:
     mode: Literal["store", "online", "cache"] = opt(
         "store", "store: hidden states are written by `make trace`; online: the target computes them in training and "
                  "nothing is stored; cache: online, and kept in a local folder of bounded size")
+    user_turns: Literal["own", "all"] = opt(
+        "own", "user turns that training may learn from (train.user_turns), whose final states are stored too: those "
+               "that the target wrote itself, or the last one of every training prompt")
     max_length: PositiveInt = opt(1024, "longest row (prompt and answer), in tokens; longer ones are dropped, counted")
     layers: list[int] = opt([], "states that ENTER these layers; empty is [2, L//2, L-3]")
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3", "int8"] = opt(
@@ -164,7 +167,8 @@ class Train:
     beta1: float = opt(0.9, "AdamW beta1")
     beta2: float = opt(0.95, "AdamW beta2")
     clip: PositiveFloat = opt(1.0, "global gradient norm is clipped to this")
-    own_prompts: bool = opt(False, "learn from the user turns that the target wrote itself too, not only from answers")
+    user_turns: bool = opt(False, "learn from the user turns that the traces mark (trace.user_turns) too, not only "
+                                  "from answers")
     dtype: Literal["float32", "bfloat16"] = opt("float32", "precision of the forward pass")
     validate_every: PositiveInt = opt(200, "optimizer steps between validations")
     save_every: PositiveInt = opt(200, "optimizer steps between checkpoints")

@@ -154,11 +154,11 @@ def test_synthesis_has_no_answers_to_keep(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kinds, refused", [(["jsonl"], True), (["jsonl", "synthesis"], False), ([], False)])
-def test_own_prompts_need_a_source_that_the_target_writes(kinds, refused):
+def test_user_turns_need_a_source_that_the_target_writes(kinds, refused):
     """What training would refuse is refused before anything is traced; no source at all means synthesis."""
-    recipe = Recipe(prompts=Prompts(sources=[PromptSource(kind=kind) for kind in kinds]), train=Train(own_prompts=True))
+    recipe = Recipe(prompts=Prompts(sources=[PromptSource(kind=kind) for kind in kinds]), train=Train(user_turns=True))
     if refused:
         with pytest.raises(ConfigError, match="no prompt source is of kind synthesis"):
             check_answers(recipe)
-    else:
-        check_answers(recipe)
+        recipe.trace.user_turns = "all"  # marks those of other people too
+    check_answers(recipe)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 from transformers import AddedToken, AutoTokenizer
 
-from data.chat import answer_points, prompt_ids, render, reply_message, truncate
+from data.chat import answer_points, prompt_ids, render, reply_message, truncate, user_span
 from data.literal import GUARD, Unrenderable, special_tokens
 from recipes.errors import ConfigError
 from tests.chat_templates import (
@@ -298,3 +298,23 @@ def test_history_holds_the_reply_as_a_client_sends_it_back():
     assert raw == {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}
     sent = [prompt_ids(tokenizer, [TALK[1], message, TALK[3]]) for message in (reply, raw)]
     assert sent[0] == sent[1] and "hm" not in tokenizer.decode(sent[0])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("text", ["and now?", "  two spaces ", "a", "<s> spelled </s>", "user", "assistant\n"])
+def test_span_of_the_last_user_text(name, text):
+    """The tokens of exactly the last user message, whatever it holds and stands behind; none of a tool's result."""
+    tokenizer = family(name)
+    talk = [*TALK[1:3], {"role": "user", "content": text}]
+    start, stop = user_span(tokenizer, talk)
+    assert tokenizer.decode(prompt_ids(tokenizer, talk)[start:stop]).strip() == text.strip()
+    assert prompt_ids(tokenizer, talk)[:start] != prompt_ids(tokenizer, talk[:1])[:start]
+
+
+def test_no_span_where_the_last_message_is_no_user_text():
+    """A tool result, an empty text and a template that rewrites the text have no span."""
+    tokenizer = family("qwen3")
+    assert user_span(tokenizer, CALLING[:3], TOOLS) == (0, 0)
+    assert user_span(tokenizer, [{"role": "user", "content": " "}]) == (0, 0)
+    shouting = family_tokenizer("{% for m in messages %}{{ m['content'] | upper }}</s>{% endfor %}")
+    assert user_span(shouting, [{"role": "user", "content": "quiet"}]) == (0, 0)

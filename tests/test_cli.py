@@ -139,7 +139,7 @@ def train_recipe(world: Path, tmp_path: Path, **sections) -> Path:
     ({"drafter": {"kind": "eagle4"}}, 2, "drafter.kind = 'eagle4': unknown; known kinds: eagle3"),
     ({"target": {"model": "other"}}, 2, "whose weights differs from this target's"),
     ({"trace": {"layers": [1, 2, 4]}}, 2, "traced layers [1, 2, 3], the recipe wants [1, 2, 4]"),
-    ({"train": {"own_prompts": True}}, 2, "holds no user turn that the target wrote itself"),
+    ({"train": {"user_turns": True}}, 2, "marks no user turn"),
     ({"train": {"tracker": "nothing"}}, 2, "train.tracker = nothing: not installed or not known"),
     ({"name": "untraced"}, 1, "manifest.json: missing or unreadable; run `make trace` first"),
 ])

@@ -113,7 +113,7 @@ def test_traces_hold_every_prompt_once_with_its_split(world):
         assert row.turns.tolist() == [0] * length + [1] * (len(row.ids) - length)
     manifest = reader.manifest
     assert sum(manifest["finish"].values()) == manifest["rows"] == 10 and manifest["layers"] == [1, 2, 3]
-    assert manifest["own_prompt_tokens"] == 0
+    assert manifest["user_turn_tokens"] == 0
     written = sum(p.stat().st_size for p in (world[2] / "shards").glob("*.safetensors"))
     assert abs(written / manifest["predicted_bytes"] - 1) < 0.05
 
@@ -307,15 +307,15 @@ def test_resolved_recipe_is_written_beside_the_traces(world):
     assert yaml.safe_load((world[2].parent / "recipe.yaml").read_text())["generation"]["max_tokens"] == 8
 
 
-@pytest.mark.parametrize("own, split, marked", [(True, "train", True), (True, "validation", False),
-                                                (False, "train", False)])
-def test_user_turn_of_the_target_itself_is_marked(world, tmp_path, own, split, marked):
-    """-1 over exactly the user text and its end token, in training rows whose user turn the target wrote."""
+@pytest.mark.parametrize("own, wanted, marked", [(True, "own", True), (True, "all", True), (False, "own", False),
+                                                 (False, "all", True)])
+def test_user_turns_that_training_may_learn_from_are_marked(world, tmp_path, own, wanted, marked):
+    """-1 over exactly the user text and its end token, where the target wrote it or those of others are wanted too."""
     recipe, _ = fresh(tmp_path, world)
     collector = collect.Collector(load_recipe(recipe, {}))
     messages = [{"role": "user", "content": "is it wet?"}]
     ids = prompt_ids(collector.target.tokenizer, messages)
-    turns = prompt_turns(collector.target, Prompt("p", messages, own=own), ids, split)
+    turns = prompt_turns(collector.target, Prompt("p", messages, own=own), messages, ids, wanted)
     text = "".join(collector.target.tokenizer.decode([i]) for i, turn in zip(ids, turns) if turn == -1)
     assert text == ("is it wet?<|im_end|>" if marked else "")
     assert len(turns) == len(ids) and set(turns) <= {0, -1}

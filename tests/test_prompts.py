@@ -158,3 +158,14 @@ def test_evaluation_limit_keeps_the_first_of_every_kind(tmp_path):
     path = write_prompts(tmp_path / "own.jsonl", ["how are you", "who are you"])
     own, checksum = evaluation_prompts(str(path))
     assert [p.id for p in own] == ["p0", "p1"] and checksum == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_training_prompts_that_come_with_the_recipes_are_none_of_the_evaluation():
+    """Every one passes the filters, so none overlaps or repeats another, and the built-in set has no 8-word run of
+    them: the demo is judged by what it was not trained on."""
+    judged = evaluation_prompts("builtin")[0]
+    keep = Filter(judged)
+    found = read_jsonl(BUILTIN.parent.parent / "recipes" / "prompts.jsonl")
+    assert len(found) == 680 and len({p.id for p in found}) == 680
+    assert {keep.reason(p, 20, 4, 512) for p in found} == {None}
+    assert max(keep.overlap(p) for p in found) == 0

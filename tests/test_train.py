@@ -188,15 +188,15 @@ def test_accumulation_is_the_mean_over_positions(build, base, monkeypatch, rows,
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-6)
 
 
-def test_own_prompts_are_learnt_only_where_asked(build, monkeypatch):
-    """Turn -1, the user turn that the target wrote itself, carries no loss by default; with train.own_prompts it is
-    a turn of its own: nothing is predicted from it into the answer."""
-    turns = torch.tensor([[0, -1, -1, -1, 0, 1, 1, 1]])
+def test_user_turns_are_learnt_only_where_asked(build, monkeypatch):
+    """Turn -1, a marked user turn, carries no loss by default; with train.user_turns it is a turn of its own:
+    nothing is predicted from it into the answer, even where that follows at once."""
+    turns = torch.tensor([[0, -1, -1, -1, 1, 1, 1, 0]])
     monkeypatch.setattr(loop, "collate", lambda rows: Batch(torch.ones(1, 8, dtype=torch.long), turns.clone(),
                                                             torch.zeros(1, 8, 96), torch.zeros(1, 8, 32)))
-    found = {own: loss_mask(build(train__own_prompts=own).load([0]).turns, 0)[0].nonzero()[:, 0].tolist()
-             for own in (False, True)}
-    assert found == {False: [4, 5], True: [0, 1, 4, 5]}
+    found = {marked: loss_mask(build(train__user_turns=marked).load([0]).turns, 0)[0].nonzero()[:, 0].tolist()
+             for marked in (False, True)}
+    assert found == {False: [3, 4], True: [0, 1, 3, 4]}
 
 
 def test_batch_without_loss_changes_nothing(build, base):

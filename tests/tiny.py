@@ -84,7 +84,7 @@ def write_traces(run: Path, model: Path, rows: list[Conversation], mode: str = "
     write_json(run / "traces" / "manifest.json", {
         "format": FORMAT, "mode": mode, "dtype": "float32", "key": "tiny", "target": target.fingerprint(),
         "model": str(model), "layers": LAYERS,
-        "shards": ["shard-00000"], "own_prompt_tokens": sum(turn < 0 for r in rows for turn in r.turns),
+        "shards": ["shard-00000"], "user_turn_tokens": sum(turn < 0 for r in rows for turn in r.turns),
         "draft_vocabulary_counts": {str(t): n for t, n in counts.items()}})
     return run / "traces"
 

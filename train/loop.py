@@ -110,8 +110,8 @@ class Trainer:
     def load(self, rows: list[int]) -> Batch:
         """A micro-batch; an empty one becomes a row without loss, so that every rank takes part."""
         batch = collate([self.reader[i] for i in rows or self.plan.rows[:1]])
-        if self.section.own_prompts:
-            batch.turns.abs_()  # -1 becomes a supervised turn; the template's tokens keep it apart from the answer
+        if self.section.user_turns:
+            batch.turns[batch.turns < 0] = int(batch.turns.max()) + 1  # a turn apart from every answer
         if not rows:
             batch.turns.zero_()
         return batch.to(self.accelerator.device, self.dtype)

@@ -34,11 +34,11 @@ def check_traces(reader: RowReader, target: Target, layers: list[int]) -> None:
         raise ConfigError(f"{reader.folder}: traced layers {reader.manifest['layers']}, the recipe wants {layers}")
 
 
-def check_own_prompts(reader: RowReader, wanted: bool) -> None:
-    """ConfigError where the recipe learns from user turns that the target wrote itself and the traces hold none."""
-    if wanted and reader.manifest.get("own_prompt_tokens") == 0:
-        raise ConfigError(f"train.own_prompts = true: {reader.folder} holds no user turn that the target wrote itself; "
-                          "set it to false, or add a prompt source of kind synthesis")
+def check_user_turns(reader: RowReader, wanted: bool) -> None:
+    """ConfigError where the recipe learns from user turns and the traces mark none."""
+    if wanted and reader.manifest.get("user_turn_tokens") == 0:
+        raise ConfigError(f"train.user_turns = true: {reader.folder} marks no user turn; set it to false, or trace "
+                          "with a prompt source of kind synthesis, or with trace.user_turns: all")
 
 
 def track(accelerator: Accelerator, recipe: Recipe, folder: Path) -> None:
@@ -70,7 +70,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     rows = open_rows(recipe.trace, folder)
     target = Target(on_one_process(recipe.target), recipe.trace.layers)
     check_traces(rows, target, target.layers)
-    check_own_prompts(rows, recipe.train.own_prompts)
+    check_user_turns(rows, recipe.train.user_turns)
     reader = with_states(rows, recipe.trace, folder, target)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
     drafter = known.code.build(options, target, counts, recipe.train.seed)
