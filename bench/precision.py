@@ -41,6 +41,9 @@ class Decoded:
     def __init__(self, reader: TraceReader, n: int, dtype: torch.dtype) -> None:
         self.reader, self.n, self.dtype = reader, n, dtype
 
+    def tokens(self, index: int) -> int:
+        return self.reader.tokens(index)
+
     def __getitem__(self, index: int) -> TraceRow:
         row = self.reader[index]
         return replace(row, taps=stored(row.taps, self.n, self.dtype), final=stored(row.final, 1, self.dtype))

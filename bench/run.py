@@ -10,7 +10,7 @@ from types import ModuleType
 
 from pydantic import PositiveInt
 
-from bench import answers, capture, decode, generate, passes, precision, products, rows, store
+from bench import answers, capture, decode, generate, passes, precision, products, rows, store, trained
 from recipes.cli import Command, run
 from recipes.errors import ConfigError, RunError
 from recipes.schema import Recipe, opt
@@ -24,6 +24,7 @@ MEASURES: dict[str, ModuleType] = {  # each has its Options and measure(recipe, 
     "passes": passes,
     "answers": answers,
     "precision": precision,
+    "trained": trained,
 }
 NOT_BUILT = ("train_step", "time_to_quality")
 Options = make_dataclass("Options", [

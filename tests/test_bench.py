@@ -22,6 +22,7 @@ from bench.rows import Row, lines, ratio_rows, time_rows
 from data.capture import capture
 from data.generate import Answer, Generator, Request
 from data.sampling import Sampling
+from data.store import TraceReader
 from drafters.fast_cpu import SkinnyLinear
 from recipes.cli import help_text
 from recipes.loader import flags
@@ -37,6 +38,7 @@ SMALL = {
     "passes": ["--passes.shapes", "[[1, 1], [33, 2]]", "--passes.columns", "9", "--passes.rounds", "3"],
     "answers": ["--answers.batch_sizes", "[2, 3]", "--answers.max_tokens", "5", "--answers.source", "traces"],
     "precision": ["--precision.rows", "3"],
+    "trained": ["--trained.judges", "2", "--trained.dtypes", '["float32", "int8"]'],
 }
 RATIOS = {  # variants with a ratio, and what the reference is
     "generate": {"greedy": ["transformers"], "sampled": ["transformers", "drafthouse"],
@@ -48,6 +50,7 @@ RATIOS = {  # variants with a ratio, and what the reference is
     "passes": {"1x1": ["torch"], "33x2": ["torch"]},
     "answers": {"rows_3": ["drafthouse"]},
     "precision": {},
+    "trained": {},
 }
 
 
@@ -306,3 +309,14 @@ def test_peak_memory_is_that_since_it_was_set_back():
     assert turns.peak_bytes() > before + (60 << 20)
     turns.reset_peak()
     assert turns.peak_bytes() < before + (30 << 20)
+
+
+def test_training_on_another_dtype_begins_alike_and_differs_by_the_states_alone(world, capsys):
+    """Twice the same dtype gives the same figures; another dtype other ones. The judges are no training rows."""
+    code, err, found = bench(world, capsys, "trained", "--trained.dtypes", '["int8", "float32", "float32"]')
+    losses = [row["value"] for row in found if row["metric"] == "loss"]
+    assert code == 0 and losses[1] == losses[2] != losses[0], err
+    notes = json.loads((world / "runs" / "bench" / "trained.env.json").read_text())["notes"]
+    assert notes["rows"] + 2 == len(TraceReader(world / "runs" / "tiny" / "traces").split("train"))
+    code, err, _ = bench(world, capsys, "trained", "--trained.dtypes", '["int7"]')
+    assert code == 2 and "trained.dtypes: 'int7': unknown; known: float32" in err
