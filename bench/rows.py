@@ -16,7 +16,8 @@ from recipes.files import write_json
 from recipes.provenance import git_revision, stamp
 from recipes.schema import Recipe
 
-SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # what decides how a CPU's threads wait
+# What decides how a CPU's threads wait, and what glibc gives back to the system
+SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 TRANSFORMERS = f"transformers {transformers.__version__}"
 TORCH = f"torch {torch.__version__}"
 

@@ -24,6 +24,9 @@ def check_answers(recipe: Recipe) -> None:
     if recipe.generation.answers == "keep" and "synthesis" in kinds:
         raise ConfigError("generation.answers = keep: a synthesis source has no given answers; use a source with "
                           "answers, or generation.answers: regenerate")
+    if recipe.generation.answers == "keep" and recipe.trace.user_turns == "all":
+        raise ConfigError("trace.user_turns = all: user turns before given answers (generation.answers = keep) are not "
+                          "marked; set it to own, or have the target answer (generation.answers: regenerate)")
     if recipe.train.user_turns and recipe.trace.user_turns == "own" and "synthesis" not in kinds:
         raise ConfigError("train.user_turns = true: no prompt source is of kind synthesis, so no user turn is the "
                           "target's own; set it to false, add such a source, or set trace.user_turns to all")
@@ -113,6 +116,7 @@ class Answering:
             history = history + turns[number]
             try:
                 ids = p.ids or prompt_ids(self.target.tokenizer, history, p.tools)
+                mask = prompt_turns(self.target, p, history, ids, self.recipe.trace.user_turns)
             except Unrenderable as error:
                 self.counts[str(error)] += len(turns) - number
                 continue
@@ -120,9 +124,8 @@ class Answering:
                 self.counts["turns beyond the length limit"] += len(turns) - number
                 continue
             name, greedy = p.id if number == 0 else f"{p.id}/{number}", p.id in held
-            mask = [0] * len(ids)
-            if not greedy:
-                mask = prompt_turns(self.target, p, history, ids, self.recipe.trace.user_turns)
+            if greedy:  # validation rows carry no loss
+                mask = [0] * len(ids)
             requests.append(Request(name, ids, Sampling() if greedy else sampling, overrun if greedy else 0, mask))
             asked[name] = p, turns, history, mask
         return requests, asked

@@ -18,6 +18,7 @@ from recipes.errors import ConfigError
 
 Message = dict[str, Any]  # role, content; tool_calls, tool_call_id, name and reasoning_content where there are any
 Tools = list | None
+MARKER = "drafthouse-user-text"  # stands for a user's text, to find where the template puts it
 THINK, THOUGHT = "<think>", "</think>"
 OPENING = re.compile(rf"{THINK}\s*({THOUGHT}\s*)?$")  # a generation prompt that opens (and closes) a think block
 
@@ -251,9 +252,8 @@ def answer_points(messages: list[Message]) -> tuple[list[list[Message]], int]:
 def user_header_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Everything the template renders before the first user text: where a target writes its own prompts
     (Xu et al. 2024, Magpie). ConfigError where the template does not render user text verbatim."""
-    marker = "drafthouse-user-text"
-    text = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
-    head, found, _ = text.partition(marker)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": MARKER}], tokenize=False)
+    head, found, _ = text.partition(MARKER)
     if not found:
         raise ConfigError("the chat template does not render user text verbatim; prompts cannot be synthesised")
     return tokenizer(head, add_special_tokens=False)["input_ids"]
@@ -262,16 +262,20 @@ def user_header_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def user_span(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools = None) -> tuple[int, int]:
     """Where the text of the last message, which must be the user's, stands in `prompt_ids`: its first token and the one
     behind its last. An empty span where the template does not render it verbatim, or the message is another's.
+    Raises Unrenderable as `prompt_ids` does.
     """
-    last = _guarded(tokenizer, messages[-1])
-    content = last["content"].strip() if last["role"] == "user" and isinstance(last["content"], str) else ""
-    before, found, after = _text(tokenizer, messages, tools, generation=False).rpartition(content or "\0")
+    last = messages[-1]
+    if last["role"] != "user" or not isinstance(last["content"], str) or not last["content"].strip():
+        return 0, 0
+    other = [*messages[:-1], last | {"content": MARKER}]
+    before, _, after = _text(tokenizer, other, tools, generation=True).rpartition(MARKER)
     whole = _text(tokenizer, messages, tools, generation=True)
-    if not found or not whole.startswith(before + found):
+    inner = whole[len(before) : len(whole) - len(after)]
+    if before + inner + after != whole or inner.strip() != _guarded(tokenizer, last)["content"].strip():
         return 0, 0
     ids = encode(tokenizer, whole)
     # What is encoded alone may end otherwise than within the whole, where a token may reach over the border.
-    start, stop = (len(commonprefix([ids, encode(tokenizer, part)])) for part in (before, before + found))
+    start, stop = (len(commonprefix([ids, encode(tokenizer, part)])) for part in (before, before + inner))
     return start, stop
 
 

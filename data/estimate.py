@@ -103,6 +103,7 @@ def workload(recipe: Recipe, target: Target, limit: int, prompts: list[Prompt], 
             history += part
             try:
                 ids = prompt.ids or prompt_ids(target.tokenizer, history, prompt.tools)
+                turns = prompt_turns(target, prompt, history, ids, recipe.trace.user_turns)
             except Unrenderable:
                 break
             if len(ids) + recipe.generation.max_tokens > limit:
@@ -111,8 +112,7 @@ def workload(recipe: Recipe, target: Target, limit: int, prompts: list[Prompt], 
             load = loads[number]
             load.rows, load.answers = load.rows + weight, load.answers + weight
             load.known += weight * len(ids)
-            if prompt.id not in held:
-                load.marked += weight * marked(prompt_turns(target, prompt, history, ids, recipe.trace.user_turns))
+            load.marked += weight * marked(turns) * (prompt.id not in held)
             load.repeats += weight * (number + 1)
             history = [*history, {"role": "assistant", "content": "."}]  # stands for the answer, counted by `repeats`
     return loads

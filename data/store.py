@@ -28,7 +28,7 @@ FORMAT = "drafthouse.traces/1"
 class TraceRow:
     """One traced conversation, ready for a drafter.
 
-    ids [T] int64, turns [T] int64 (assistant turn number; -1 in a user turn that the target wrote itself; 0
+    ids [T] int64, turns [T] int64 (assistant turn number; -1 in a marked user turn, see trace.user_turns; 0
     otherwise), taps [T, n*H], final [F, H] after the final norm at exactly the positions of `final_at` [F]: those
     whose next token has a turn.
     tail: greedy tokens beyond the answer's end, so that a replay knows what the last drafts met.
@@ -50,7 +50,7 @@ class TraceRow:
 
 
 def final_positions(turns: Tensor) -> Tensor:
-    """Positions p whose next token p+1 was written by the target: [F] int64."""
+    """Positions p whose next token p+1 has a turn: [F] int64."""
     return turns[1:].nonzero()[:, 0]
 
 

@@ -19,7 +19,7 @@ class Batch:
     ids: Tensor  # [B, S] int64
     turns: Tensor  # [B, S] int64: turn whose tokens are supervised, 0 or less for none
     taps: Tensor  # [B, S, n*Ht]
-    final: Tensor  # [B, S, Ht], zeros where no token of the target follows
+    final: Tensor  # [B, S, Ht], zeros where the token that follows has no turn
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         return Batch(self.ids.to(device), self.turns.to(device), self.taps.to(device, dtype),

@@ -60,6 +60,21 @@ def test_tool_results_stand_in_the_prompt_and_calls_are_context():
     assert answering.counts == {"given turns kept as context": 1}
 
 
+def test_the_last_user_turn_of_each_round_is_marked_where_others_are_wanted():
+    """trace.user_turns: all: each training row marks the one user text that it brings, with its end token; a held-out
+    row, and a prompt that came as token ids, none."""
+    target = Scripted(GEMMA, ["one<end_of_turn>"] * 5)
+    answering = target.answering(validation=1)
+    answering.recipe.trace.user_turns = "all"
+    talks = [Prompt(f"p{i}", [USER, MORE]) for i in range(2)]
+    [held] = hold_out(["p0", "p1", "tokens"], 1, 0)
+    rows = answering.rows([*talks, Prompt("tokens", [USER], ids=prompt_ids(target.tokenizer, [USER]))])
+    marked = {r.id: target.tokenizer.decode([i for i, turn in zip(r.ids, r.turns) if turn == -1]) for r in rows}
+    texts = {"": USER["content"] + "<end_of_turn>", "/1": MORE["content"] + "<end_of_turn>"}
+    assert marked == {f"p{i}{part}": "" if f"p{i}" == held else text for i in range(2) for part, text in texts.items()
+                      } | {"tokens": ""} and held == "p0"
+
+
 def test_what_cannot_go_on_is_counted():
     """An answer cut by length, a history beyond the limit, and a turn that the template refuses end a conversation;
     the turns that are lost are counted with their reason (cases 60, 64)."""
@@ -143,6 +158,14 @@ def test_keep_from_recipe_to_store(tmp_path, capsys):
         assert row.off_policy and tokenizer.decode(row.ids[row.turns > 0]) == f"it is {number}.<|im_end|>"
         assert tokenizer.decode(row.ids[row.turns == 0]) == (
             f"<|im_start|>user\ntell me about number {number} or {int(number) + 1}<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_given_answers_have_no_marked_user_turns():
+    """keep with trace.user_turns: all is refused instead of marking nothing."""
+    recipe = Recipe(prompts=Prompts(sources=[PromptSource(kind="jsonl")]), generation=Generation(answers="keep"))
+    recipe.trace.user_turns = "all"
+    with pytest.raises(ConfigError, match="trace.user_turns = all: user turns before given answers"):
+        check_answers(recipe)
 
 
 def test_synthesis_has_no_answers_to_keep(tmp_path, capsys):

@@ -101,7 +101,8 @@ def test_rows_keep_the_contract(world, capsys, name):
     assert ratios == RATIOS[name]
     around = json.loads((world / "runs" / "bench" / f"{name}.env.json").read_text())
     assert around["threads"] == 1 and around["versions"]["transformers"] == rows.TRANSFORMERS.split()[1]
-    assert set(around["settings"]) == {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+    assert set(around["settings"]) == {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT",
+                                       "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
     assert len(around["load"]) == 3 and around["repeats"] == 1 and around["options"]
 
 

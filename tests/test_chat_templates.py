@@ -301,7 +301,8 @@ def test_history_holds_the_reply_as_a_client_sends_it_back():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("text", ["and now?", "  two spaces ", "a", "<s> spelled </s>", "user", "assistant\n"])
+@pytest.mark.parametrize("text", ["and now?", "  two spaces ", "a", "<s> spelled </s>", "user", "end", "im", "n|", "]",
+                                  "INST", "assistant\n"])
 def test_span_of_the_last_user_text(name, text):
     """The tokens of exactly the last user message, whatever it holds and stands behind; none of a tool's result."""
     tokenizer = family(name)

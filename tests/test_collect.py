@@ -1,5 +1,6 @@
 """`make trace` on a tiny target: resumable in units, refused where settings differ, errors without leftovers."""
 
+import json
 import os
 import subprocess
 import sys
@@ -319,3 +320,16 @@ def test_user_turns_that_training_may_learn_from_are_marked(world, tmp_path, own
     text = "".join(collector.target.tokenizer.decode([i]) for i, turn in zip(ids, turns) if turn == -1)
     assert text == ("is it wet?<|im_end|>" if marked else "")
     assert len(turns) == len(ids) and set(turns) <= {0, -1}
+
+
+def test_marked_user_turns_reach_store_manifest_and_key(world, tmp_path):
+    """trace.user_turns: all through `make trace`: every training row holds final states over its user turn, the
+    manifest counts them, and it is another trace set than the default, whose key names no such setting."""
+    recipe, traces = fresh(tmp_path, world, trace={"user_turns": "all"})
+    assert trace(recipe) == 0
+    reader = TraceReader(traces)
+    rows = [reader[i] for i in reader.split("train")]
+    assert reader.manifest["user_turn_tokens"] == sum(int((row.turns < 0).sum()) for row in rows) > len(rows)
+    assert all(len(row.final) == int((row.turns[1:] != 0).sum()) for row in rows)
+    assert not any((reader[i].turns < 0).any() for i in reader.split("validation"))
+    assert "user_turns" not in json.loads((world[2] / "settings.json").read_text())["trace"]

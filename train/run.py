@@ -36,7 +36,8 @@ def check_traces(reader: RowReader, target: Target, layers: list[int]) -> None:
 
 def check_user_turns(reader: RowReader, wanted: bool) -> None:
     """ConfigError where the recipe learns from user turns and the traces mark none."""
-    if wanted and reader.manifest.get("user_turn_tokens") == 0:
+    manifest = reader.manifest  # one from before others' turns could be marked counts the target's own
+    if wanted and manifest.get("user_turn_tokens", manifest.get("own_prompt_tokens")) == 0:
         raise ConfigError(f"train.user_turns = true: {reader.folder} marks no user turn; set it to false, or trace "
                           "with a prompt source of kind synthesis, or with trace.user_turns: all")
 
