@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.errors import ConfigError
-from recipes.files import sha256_file, sync_folder, write_json
+from recipes.errors import NO_SPACE, ConfigError
+from recipes.files import locked, sha256_file, sync_folder, write_json
 
 MARKER = "drafthouse.json"
 
@@ -51,6 +51,21 @@ def materialise(name: str, cache_dir: Path) -> Path:
     if (folder / MARKER).exists():
         verify(folder)
         return folder
+    gguf = packaged(name)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with locked(cache_dir):  # the processes of a launch all want it
+            if not (folder / MARKER).exists():
+                unpack(gguf, folder, EMBEDDED[name])
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise
+        raise ConfigError(f"target.cache_dir = {cache_dir}: cannot write there: {error.strerror}") from None
+    return folder
+
+
+def packaged(name: str) -> Path:
+    """The model's file inside its package. Raises ConfigError where it is not there or another one."""
     source = EMBEDDED[name]
     spec = importlib.util.find_spec(source.package)
     if spec is None:
@@ -59,20 +74,20 @@ def materialise(name: str, cache_dir: Path) -> Path:
     gguf = Path(spec.origin).parent / source.file
     if not gguf.exists() or sha256_file(gguf) != source.sha256:
         raise ConfigError(f"{gguf}: not the file this version of Drafthouse knows; reinstall {source.package}")
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache_dir))
-    except OSError as error:
-        raise ConfigError(f"target.cache_dir = {cache_dir}: cannot write there: {error.strerror}") from None
+    return gguf
+
+
+def unpack(gguf: Path, folder: Path, source: Embedded) -> None:
+    """Puts the converted model in place of `folder`, whole."""
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         convert(gguf, temporary, source)
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
-        sync_folder(cache_dir)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return folder
 
 
 def convert(gguf: Path, folder: Path, source: Embedded) -> None:

@@ -26,6 +26,7 @@ from drafters.fast_cpu import GROUPED, fold_mask, use_skinny_linear
 from drafters.placement import check_map, device_of, loading_options, pick_device, weight_of
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, sha256_json
+from recipes.launched import local_processes
 from recipes.schema import Target as TargetSection
 
 SHARED = 4  # tokens; a shorter beginning is not worth a pass of its own
@@ -74,8 +75,9 @@ def resolve_model(section: TargetSection) -> str:
 
 
 def use_threads(threads: int) -> None:
-    """Sets torch's CPU threads; `accelerate launch` would otherwise leave one (it sets OMP_NUM_THREADS=1)."""
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    """Sets torch's CPU threads; `accelerate launch` would otherwise leave one (it sets OMP_NUM_THREADS=1). 0: the cores
+    of this process, divided by the processes of a launch."""
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_processes()))
 
 
 class Target:

@@ -29,7 +29,8 @@ class Target:
                                                      "sequential, or {module: cuda:N, cpu or disk} (docs/states.md)")
     tp_plan: Literal["", "auto"] = opt("", "auto: make trace and inspect share every layer among the processes of "
                                            "torchrun; other stages then take device_map auto (docs/states.md)")
-    threads: NonNegativeInt = opt(0, "CPU threads for torch; 0 takes every core this process may use")
+    threads: NonNegativeInt = opt(0, "CPU threads for torch; 0 takes every core this process may use, divided by the "
+                                   "processes of a launch")
     cache_dir: str = opt("runs/cache", "where an embedded target is written once")
     trust_remote_code: bool = opt(False, "run model code that comes with the checkpoint")
     skinny_linear: bool = opt(True, "CPU: weights packed for products with few rows (same result up to rounding)")

@@ -1,10 +1,7 @@
 """Starts Accelerate, with DeepSpeed where the launch config says so, on GPUs or on CPU processes over gloo."""
 
-import ctypes
 import importlib
 import os
-import signal
-import sys
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
@@ -12,16 +9,8 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
 from recipes.errors import ConfigError, RunError
+from recipes.launched import check_launch, end_with_launcher
 from recipes.schema import Train
-
-SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
-
-
-def end_with_launcher() -> None:
-    """Asks Linux for SIGTERM when the launcher dies: accelerate's single-process launcher passes no signal on, and a
-    training left behind would go on unseen. Processes started without a launcher are left alone."""
-    if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def start(section: Train, tracker: str | None) -> Accelerator:
@@ -34,9 +23,7 @@ def start(section: Train, tracker: str | None) -> Accelerator:
     available = ["none", *map(str, get_available_trackers())]
     if tracker and tracker not in available:
         raise ConfigError(f"train.tracker = {tracker}: not installed or not known; here: {', '.join(available)}")
-    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise RunError("accelerate launch was asked for several processes but started one (distributed_type MULTI_CPU "
-                       "needs mpirun); use the settings of recipes/accelerate/ddp-cpu.yaml")
+    check_launch()
     wanted = int(os.environ.get("WORLD_SIZE", "1"))
     zero = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     cpu = not torch.cuda.is_available()

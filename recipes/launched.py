@@ -1,0 +1,45 @@
+"""What a launcher (accelerate launch, torchrun) says of the processes that it started, this one among them."""
+
+import ctypes
+import os
+import signal
+import sys
+
+from recipes.errors import RunError
+
+SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
+
+
+def by_accelerate() -> bool:
+    """True where `accelerate launch` started this process, alone or with others."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def end_with_launcher() -> None:
+    """Asks Linux for SIGTERM when the launcher dies: accelerate's single-process launcher passes no signal on, none
+    passes kill -9 on, and what is left behind would go on unseen. Processes without a launcher are left alone."""
+    if sys.platform == "linux" and (by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ):
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def check_launch() -> None:
+    """RunError where accelerate was asked for several processes and started one, of which it says nothing."""
+    if by_accelerate() and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise RunError("accelerate launch was asked for several processes but started one (distributed_type MULTI_CPU "
+                       "needs mpirun); use the settings of recipes/accelerate/ddp-cpu.yaml")
+
+
+def processes() -> int:
+    """Processes that were started to work together; 1 without a launcher."""
+    known = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return int(os.environ["WORLD_SIZE"]) if known else 1
+
+
+def local_rank() -> int:
+    """The number of this process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_processes() -> int:
+    """Processes of the launch on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
