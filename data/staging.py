@@ -1,10 +1,12 @@
 """States that came with the answers, kept beside them until their shard is written.
 
 A shard needs its manifest first, and the manifest counts the tokens of all answers; so the states of each unit wait in
-parts: shards in form (data/store.py), in a folder of their own. A part is deleted when all its rows are in shards. A
-part that is torn, missing or of other rows is no fault: its rows are computed again.
+parts: shards in form (data/store.py), in a folder of their own. A part is deleted when all its rows are in shards: by
+the process that writes them, or with the folder where several do. A part that is torn, missing or of other rows is no
+fault: its rows are computed again.
 """
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -76,20 +78,35 @@ class Staging:
         self.waiting: dict[str, set[str]] = {}  # part -> ids of its rows that are in no shard yet
         self.index: dict[str, int] = {}
 
-    def open(self, done: list[str]) -> None:
-        """Reads which rows wait. What cannot be read is removed, and parts of rows that are `done` alone."""
+    def open(self, done: list[str], own: list[str] | None = None) -> None:
+        """Reads which rows wait. `own`: rows that this process writes (None: all that are not `done`); it reads no part
+        without one of them. What cannot be read is removed, and parts of rows that are `done` alone."""
         self.forget()
         for path in self.folder.glob(".*"):
-            path.unlink()
+            path.unlink(missing_ok=True)
+        finished, wanted = set(done), None if own is None else set(own)
         for path in sorted(self.folder.glob("*.safetensors")):
-            try:
-                self.reader.index(path.stem)
-            except RunError:
+            held = self.listed(path.stem)
+            if held and held <= finished:
                 self.remove([path.stem])
+            elif wanted is None or not held or held & wanted:
+                try:
+                    self.reader.index(path.stem)
+                except RunError:
+                    self.remove([path.stem])
         self.index = {place.listed["id"]: i for i, place in enumerate(self.reader.places)}
         for row, i in self.index.items():
             self.waiting.setdefault(self.reader.shard(i), set()).add(row)
-        self.remove(self.spent(done))
+        for left in self.waiting.values():
+            left -= finished
+
+    def listed(self, part: str) -> set[str]:
+        """The rows of a part as its list names them; none where it cannot be read."""
+        try:
+            listed = json.loads((self.folder / f"{part}.json").read_text(encoding="utf-8"))
+            return {row["id"] for row in listed["rows"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            return set()
 
     def row(self, wanted: Conversation) -> TraceRow | None:
         """The traced row, where exactly these tokens and turns wait here."""
@@ -101,13 +118,15 @@ class Staging:
         row.split, row.tail, row.off_policy = wanted.split, wanted.tail, wanted.off_policy
         return row
 
-    def returns(self) -> int:
-        """Bytes that surely come free while shards are written: without those of the largest unit, whose parts have
-        rows of all its shards and go together, and those of two shards, one being computed and one being written."""
+    def returns(self, ranks: int = 1) -> int:
+        """Bytes that surely come free while so many processes write shards. Without those of the largest unit for each,
+        whose parts have rows of all its shards and go together, of one more wherever the rows of two meet, whose parts
+        go last of all, and of two shards each, one being computed and one being written."""
         units: Counter = Counter()
         for path in self.folder.glob("*"):
             units[path.name.split(".")[0]] += path.stat().st_size
-        return max(0, int(units.total() - max(units.values(), default=0) - 2 * self.part_bytes))
+        together = sum(sorted(units.values(), reverse=True)[: 2 * ranks - 1])
+        return max(0, int(units.total() - together - 2 * ranks * self.part_bytes))
 
     def held(self, round: int) -> int:
         """Bytes that wait for this round's answers."""

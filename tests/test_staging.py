@@ -102,7 +102,7 @@ def test_parts_go_when_their_rows_are_in_shards(tmp_path, traced):
     found.remove(["a.000"])
     assert {p.name.split(".")[0] for p in tmp_path.iterdir()} == {"b"}
     assert {p.name for p in tmp_path.iterdir()} == {"b.000.json", "b.000.safetensors"}
-    assert opened(tmp_path, [r.id for r in ROWS]).index.keys() == {r.id for r in ROWS[4:]}
+    assert not opened(tmp_path, [r.id for r in ROWS]).index
     assert list(tmp_path.iterdir()) == []
     found.close()
     assert not tmp_path.exists()
@@ -127,6 +127,32 @@ def test_room_that_comes_back_leaves_the_largest_unit_out(tmp_path, traced):
     assert made.returns() == min(sizes.values()) - 200
     made.part_bytes = 1e9
     assert made.returns() == 0
+
+
+def test_process_reads_the_parts_of_its_own_rows(tmp_path, traced):
+    """Of two that write, one finds the rows of its part only and spends no part that has rows of the other; torn parts
+    of its own go, the other's are left to it (cases 16, 35)."""
+    stage(tmp_path, traced)
+    found = Staging(tmp_path, "k", torch.float32, 1e9)
+    found.open([], [ROWS[0].id, ROWS[1].id])
+    assert found.index.keys() == {r.id for r in ROWS[:4]}
+    assert found.spent([ROWS[0].id, ROWS[1].id]) == []
+    for name in "ab":
+        (tmp_path / f"{name}.000.safetensors").write_bytes(b"x")
+    found.open([], [ROWS[0].id, ROWS[1].id])
+    assert not found.index and {p.name.split(".")[0] for p in tmp_path.iterdir()} == {"b"}
+
+
+def test_room_that_comes_back_to_several_leaves_more_out(tmp_path, traced):
+    """Two that write hold two units in work and one where their rows meet, and two shards each."""
+    made = Staging(tmp_path, "k", torch.float32, 100)
+    for name, rows in zip("abcd", (traced[:1], traced[1:3], traced[3:4], traced[4:])):
+        with made.unit(name) as unit:
+            unit.part_bytes = 1e9
+            for row in rows:
+                unit.add(row.id, row.ids.tolist(), row.turns.tolist(), row.taps, torch.zeros(len(row.ids), 32))
+    sizes = sorted(sum(p.stat().st_size for p in tmp_path.glob(f"{name}.*")) for name in "abcd")
+    assert made.returns(2) == sizes[0] - 400 and made.returns(1) == sum(sizes[:3]) - 200
 
 
 def test_room_of_a_removed_part_is_free(tmp_path, traced):
