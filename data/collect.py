@@ -1,29 +1,33 @@
 """`make trace`: prompts, the target's own answers, hidden states; each stage in atomic units, resumable.
 
-Run as `python -m data.collect --config RECIPE`. A kill at any moment costs at most the unit in work; the
-same command goes on and ends with the same files, because a unit's computation depends on nothing outside it.
+Run as `python -m data.collect --config RECIPE`, or by a launcher as many processes (data/ranks.py). A kill at any
+moment costs at most the units in work; the same command, with any number of processes, goes on and ends with the same
+files, because a unit's computation depends on nothing outside it.
 """
 
 import shutil
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from data.answers import Answering, check_answers
 from data.backends.registry import open_backend
-from data.backends.units import Tally, answer_unit
+from data.backends.units import Units
 from data.capture import BAD, Conversation, bare, capture, finite
 from data.codec import DTYPES, carrier
-from data.console import progress_bar
+from data.console import console, progress_bar
 from data.generate import Answer, Request
 from data.intake import PromptStage
 from data.place import behind_url, open_place
 from data.preview import preview
 from data.prompts import Intake, Prompt
-from data.settings import claim, describe, folder_mode, stores_states
-from data.staging import Staging
+from data.ranks import Ranks, check_same, check_shared, open_ranks
+from data.settings import claim, describe, explicit, folder_mode, stores_states
+from data.sharing import check_ranks, neighbours, part_of, rows_digest
+from data.staging import Staging, UnitParts
 from data.states import Capture, check_states, open_states
 from data.store import FORMAT, TraceRow, bad_rows, row_bytes, write_shard
 from data.writer import BackgroundWriter
@@ -32,18 +36,22 @@ from drafters.tensor_parallel import lead, open_target
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_json, write_json
-from recipes.provenance import stamp
+from recipes.launched import end_with_launcher
+from recipes.provenance import difference, stamp
 from recipes.schema import Recipe
 
 
 class Collector:
-    """One trace run. Every `*_stage` method returns its result whether it had to work or found it done."""
+    """One trace run. Every `*_stage` method returns its result whether it had to work or found it done. All `ranks`
+    call the same methods and get the same results; rank 0 alone writes what is written once."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, ranks: Ranks | None = None) -> None:
         check_answers(recipe)
-        self.recipe = recipe
+        self.recipe, self.ranks = recipe, ranks or Ranks()
+        check_ranks(recipe, self.ranks.world)
         self.left_out: dict[str, int] = {}
-        self.place = open_place(recipe.trace, run_dir(recipe))
+        self.ranks.lead(lambda: run_dir(recipe))
+        self.place = open_place(recipe.trace, Path(recipe.runs_dir) / recipe.name)
         self.folder = self.place.folder
         self.target = open_target(recipe.target, recipe.trace.layers)
         require_chat_template(self.target)
@@ -51,41 +59,39 @@ class Collector:
         if recipe.generation.max_tokens >= self.limit:
             raise ConfigError(f"generation.max_tokens = {recipe.generation.max_tokens}: leaves no room for a prompt "
                               f"within {self.limit} tokens (trace.max_length and the target's context)")
-        self.backend = open_backend(recipe.generation, self.target)
+        backend = open_backend(part_of(recipe.generation, self.ranks), self.target)
         check_states(recipe.trace, self.target)
-        self.tally = Tally()
         self.settings = describe(recipe, self.target)
         self.key = sha256_json(self.settings)
-        self.place.pull()
-        claim(self.folder, self.settings)
-        self.place.share_all()
+        self.begin()
         self.dtype = DTYPES[recipe.trace.dtype] if stores_states(recipe.trace) else torch.float32
         self.staging = Staging(self.folder / "staged", self.key, carrier(self.dtype), recipe.trace.shard_mb * 1e6)
         # Behind a URL they would have to wait on this disk until the last answer; vLLM's are another computation's.
         self.keeps_states = (stores_states(recipe.trace) and not behind_url(recipe.trace)
                              and recipe.trace.backend == "transformers")
+        self.units = Units(backend, self.place, self.ranks, recipe.generation.max_lost_share, self.keeping)
+
+    def begin(self) -> None:
+        """Takes the folder for these settings, which must be those of every rank."""
+        first = self.ranks.agree(self.settings)
+        changed = difference(explicit(first), explicit(self.settings))
+        if changed:
+            raise ConfigError(f"rank {self.ranks.rank} has other settings than rank 0: {changed}")
+        self.ranks.lead(self.place.pull)
+        self.ranks.lead(lambda: claim(self.folder, self.settings))
+        check_shared(self.ranks, self.folder)
+        self.ranks.lead(self.place.share_all)
 
     def prompts_stage(self) -> Intake:
         """Prompts of all sources, filtered, with the reasons of those dropped."""
         longest = self.limit - self.recipe.generation.max_tokens
-        intake = PromptStage(self.recipe, self.target, longest, self.folder, self.written).run()
-        self.place.share_all()
+        intake = PromptStage(self.recipe, self.target, longest, self.folder, self.units.answers, self.ranks).run()
+        self.ranks.lead(self.place.share_all)
         return intake
 
-    def written(self, part: str, name: str, requests: list[Request], max_tokens: int) -> list[Answer]:
-        """One unit of self-written user turns."""
-        self.tally.asked += len(requests)
-        return self.unit(part, name, requests, max_tokens)
-
-    def unit(self, part: str, name: str, requests: list[Request], max_tokens: int) -> list[Answer]:
-        """Answers of one unit, read where it is complete; rows that the backend lost are missing, and counted. The
-        states that a backend computes on the way are kept."""
-        allowed = self.tally.allowed(self.recipe.generation.max_lost_share)
-        path = self.folder / part / f"{name}.json"
-        keeping = self.staging.unit(name) if part == "answers" and self.keeps_states else None
-        unit = answer_unit(self.backend, path, requests, max_tokens, allowed, keeping)
-        self.place.share(path)
-        return self.tally.add(unit)
+    def keeping(self, part: str, name: str) -> UnitParts | None:
+        """Keeps the states that a backend computes on the way to the answers of a unit."""
+        return self.staging.unit(name) if part == "answers" and self.keeps_states else None
 
     def answers_stage(self, prompts: list[Prompt]) -> list[Conversation]:
         """Finished rows of all prompts (data/answers.py)."""
@@ -96,50 +102,69 @@ class Collector:
 
     def round(self, number: int, requests: list[Request]) -> list[Answer]:
         """Answers to one round's requests, in units."""
-        section, answers = self.recipe.generation, []
-        self.tally.asked += len(requests)
+        section = self.recipe.generation
         if number == 0 and self.keeps_states and not (self.folder / "manifest.json").exists():
             waiting = self.staging.dtype if section.backend == "transformers" else self.dtype
             least = sum(self.bytes_of(r.prompt, r.turns, waiting) for r in requests)  # answers come on top
-            self.check_room(least - self.staging.held(number))
+            self.ranks.lead(lambda: self.check_room(least - self.staging.held(number)))
+        units = {f"{number}-{start // section.unit_rows:05d}": requests[start : start + section.unit_rows]
+                 for start in range(0, len(requests), section.unit_rows)}
         with progress_bar() as bar:
             task = bar.add_task("answers ", total=len(requests), note="")
-            for start in range(0, len(requests), section.unit_rows):
-                chunk = requests[start : start + section.unit_rows]
-                answers += self.unit("answers", f"{number}-{start // section.unit_rows:05d}", chunk, section.max_tokens)
-                bar.update(task, advance=len(chunk), note=f"{sum(len(a.tokens) for a in answers)} tokens")
-        return answers
+            found = self.units.answers("answers", units, section.max_tokens, lambda rows, tokens: bar.update(
+                task, completed=rows, note=f"{tokens} tokens"))
+        return [answer for unit in found for answer in unit]
 
     def capture_stage(self, rows: list[Conversation], intake: Intake) -> None:
-        """Manifest first, then every shard that is not complete yet."""
-        section, dtype, shards = self.recipe.trace, self.dtype, self.folder / "shards"
+        """Manifest first, then every shard that is not complete yet, each rank a run of neighbours."""
+        ranks, section = self.ranks, self.recipe.trace
+        check_same(ranks, "rows", rows_digest(rows) if ranks.world > 1 else "")
         plan = self.plan_shards(rows)
         sizes = {name: sum(self.bytes_of(c.ids, c.turns) for c in part) for name, part in plan.items()}
-        size = sum(sizes.values())
-        missing = [name for name, part in plan.items() if not self.place.complete(name, [c.id for c in part], self.key)]
-        self.staging.open([c.id for name, part in plan.items() if name not in missing for c in part])
-        self.check_room(self.place.room_for([sizes[name] for name in missing]) * 1.05 - self.staging.returns())
-        self.write_described("manifest.json", self.manifest(rows, intake, list(plan), size))
-        bad = 0
+        size, missing, bad = sum(sizes.values()), *self.missing(plan)
+        own = {name: plan[name] for name in neighbours(missing, ranks.rank, ranks.world)}
+        done = plan.keys() - set(missing)
+        self.staging.open([c.id for name in done for c in plan[name]], [c.id for part in own.values() for c in part])
+        ranks.meet()  # nothing more is removed
+        ranks.lead(lambda: self.check_room(self.place.room_for([sizes[name] for name in missing]) * 1.05
+                                           - self.staging.returns(ranks.world)))
+        ranks.lead(lambda: self.write_described("manifest.json", self.manifest(rows, intake, list(plan), size)))
+        faulty = ranks.counter()
 
-        def write(name: str, traced: list[TraceRow], faults: dict[str, str], spent: list[str]) -> None:
-            write_shard(shards, name, traced, dtype, faults, self.key)
-            self.place.finish_shard(name)
-            self.staging.remove(spent)
+        def check(bad: int) -> None:
+            if bad > section.max_bad_share * len(rows):  # running again is no way past
+                raise RunError(f"{bad} of {len(rows)} rows have NaN or Inf states (trace.max_bad_share = "
+                               f"{section.max_bad_share}); check target.dtype and trace.dtype")
 
-        with (progress_bar() as bar, BackgroundWriter(write) as writer,
+        check(bad)
+        with (progress_bar() as bar, BackgroundWriter(self.write) as writer,
               open_states(section, self.target, self.folder, capture) as states):
-            task = bar.add_task("states  ", total=len(plan), note=f"{size / 1e6:.0f} MB")
-            for name, part in plan.items():
-                if name in missing:
-                    traced, faults = self.traced(part, states)
-                    writer.put(name, traced, faults, self.staging.spent([c.id for c in part]))
-                bad += len(faults) if name in missing else bad_rows(shards, name)  # running again is no way past
-                if bad > section.max_bad_share * len(rows):
-                    raise RunError(f"{bad} of {len(rows)} rows have NaN or Inf states (trace.max_bad_share = "
-                                   f"{section.max_bad_share}); check target.dtype and trace.dtype")
+            task = bar.add_task("states  ", total=len(plan) - len(missing) + len(own), note=f"{size / 1e6:.0f} MB",
+                                completed=len(plan) - len(missing))
+            for name, part in own.items():
+                traced, faults = self.traced(part, states)
+                writer.put(name, traced, faults, self.staging.spent([c.id for c in part]))
+                check(bad + faulty(len(faults)))
                 bar.advance(task)
-        self.staging.close()
+        self.staging.forget()
+        ranks.meet()
+        ranks.lead(self.staging.close)
+
+    def missing(self, plan: dict[str, list[Conversation]]) -> tuple[list[str], int]:
+        """Shards that are not complete, in order, and the rows that the others leave out; each rank looks at its part
+        of them, since checksums are read."""
+        names = list(plan)[self.ranks.rank :: self.ranks.world]
+        torn = [name for name in names if not self.place.complete(name, [c.id for c in plan[name]], self.key)]
+        bad = sum(bad_rows(self.folder / "shards", name) for name in set(names) - set(torn))
+        found = self.ranks.gather([torn, bad])
+        absent = {name for names, _ in found for name in names}
+        return [name for name in plan if name in absent], sum(bad for _, bad in found)
+
+    def write(self, name: str, traced: list[TraceRow], faults: dict[str, str], spent: list[str]) -> None:
+        """Writes a shard, and then deletes the waiting parts that have no other rows."""
+        write_shard(self.folder / "shards", name, traced, self.dtype, faults, self.key)
+        self.place.finish_shard(name)
+        self.staging.remove(spent)
 
     def traced(self, rows: list[Conversation], states: Capture) -> tuple[list[TraceRow], dict[str, str]]:
         """The rows with their states, in order, and those left out with the reason: states that came with the answers
@@ -196,7 +221,7 @@ class Collector:
             "bytes_per_token": size / tokens, "dropped": dict(intake.dropped),
             "normalised": dict(intake.normalised),
             "finish": dict(Counter(c.finish for c in rows)), "backend": self.recipe.generation.backend,
-            "lost_answers": dict(self.tally.lost), "answer_counts": dict(self.tally.counts),
+            "lost_answers": dict(self.units.tally.lost), "answer_counts": dict(self.units.tally.counts),
             "off_policy": any(c.off_policy for c in rows), "off_policy_rows": sum(c.off_policy for c in rows),
             "answers_left_out": self.left_out,
             "draft_vocabulary_counts": {str(t): n for t, n in sorted(counts.items())},
@@ -205,17 +230,28 @@ class Collector:
 
 def collect(collector: Collector) -> None:
     """All stages; what is finished already is found and kept."""
+    ranks, tally = collector.ranks, collector.units.tally
     intake = collector.prompts_stage()
     rows = collector.answers_stage(intake.prompts)
     collector.capture_stage(rows, intake)
-    collector.write_described("provenance.json", stamp(asdict(collector.recipe)))
-    tokens = sum(len(c.ids) for c in rows)
-    print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.place.url}; dropped prompts: {dict(intake.dropped)}, "
-          f"lost answers: {dict(collector.tally.lost)}; left out: {collector.left_out}")
+    ranks.lead(lambda: collector.write_described("provenance.json", stamp(asdict(collector.recipe))))
+    if ranks.rank == 0:
+        tokens = sum(len(c.ids) for c in rows)
+        print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.place.url}; dropped prompts: "
+              f"{dict(intake.dropped)}, lost answers: {dict(tally.lost)}; left out: {collector.left_out}")
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:
-    lead(recipe.target, lambda: preview(recipe, Collector) if "preview" in switches else collect(Collector(recipe)))
+    end_with_launcher()
+    if recipe.target.tp_plan:  # all processes are one target, and one rank here
+        lead(recipe.target, lambda: preview(recipe, Collector) if "preview" in switches else collect(Collector(recipe)))
+        return
+    with open_ranks() as ranks:
+        console.quiet = ranks.rank > 0
+        if "preview" in switches:
+            ranks.lead(lambda: preview(recipe, Collector))
+        else:
+            collect(Collector(recipe, ranks))
 
 
 COMMAND = Command("make trace", "Collects the target's own answers and hidden states.", main, {

@@ -15,6 +15,7 @@ from data.generate import Answer, Request
 from data.hub import copy_of
 from data.literal import Unrenderable
 from data.prompts import BUILTIN_SHA256, Intake, Prompt, content_id, evaluation_prompts, hold_out, rank
+from data.ranks import Ranks
 from data.sampling import Sampling
 from data.sources import Loaded, check_bad, load, sources_table
 from drafters.target import Target
@@ -71,16 +72,28 @@ def evaluation_sets(recipe: Recipe) -> dict[str, str]:
     return found
 
 
+def wave(missing: int, unit_rows: int) -> list[int]:
+    """Rows of the units of self-written turns that can be made together while `missing` prompts are wanted. A unit has
+    a third more rows than are missing, and 16; behind a full one, another is sure to be as full if it would be so had
+    every row been of use. So the units are those that are made when each waits for the one before."""
+    sizes: list[int] = []
+    while not sizes or (missing > 0 and sizes[-1] == min(unit_rows, 16 + missing * 4 // 3)):
+        sizes.append(min(unit_rows, 16 + missing * 4 // 3))
+        missing -= sizes[-1]
+    return sizes
+
+
 class PromptStage:
     """Makes the prompts of one trace run.
 
-    `ask(part, name, requests, max_tokens)` gives the target's answers to one unit of requests, kept or new; `longest`
-    bounds a rendered prompt, in tokens; `folder` is the run's trace folder.
+    `ask(part, units, max_tokens)` gives the target's answers to each of these units (name -> requests), kept or new;
+    `longest` bounds a rendered prompt, in tokens; `folder` is the run's trace folder; `ranks` make them together.
     """
 
     def __init__(self, recipe: Recipe, target: Target, longest: int, folder: Path,
-                 ask: Callable[[str, str, list[Request], int], list[Answer]]) -> None:
-        self.recipe, self.section, self.target = recipe, recipe.prompts, target
+                 ask: Callable[[str, dict[str, list[Request]], int], list[list[Answer]]],
+                 ranks: Ranks | None = None) -> None:
+        self.recipe, self.section, self.target, self.ranks = recipe, recipe.prompts, target, ranks or Ranks()
         self.longest, self.folder, self.ask = min(recipe.prompts.max_tokens, longest), folder, ask
         self.intake = Intake()
         self.refusal = ""  # what was wrong with the last row that the target could not take
@@ -112,7 +125,9 @@ class PromptStage:
     def load(self, number: int, source: PromptSource) -> Loaded:
         where = f"prompts.sources[{number}]"
         if source.kind == "hub":
-            path = copy_of(source, where, self.folder / "prompts")
+            folder = self.folder / "prompts"
+            self.ranks.lead(lambda: copy_of(source, where, folder))
+            path = copy_of(source, where, folder)  # is there now
             found = load(number, source, PromptSource(kind="jsonl", path=str(path)), self.section.max_bad_share)
         else:
             found = load(number, source, source, self.section.max_bad_share)
@@ -180,19 +195,24 @@ class PromptStage:
         with progress_bar() as bar:
             task = bar.add_task("prompts ", total=count, note="", completed=0)
             while len(intake.prompts) < goal:
-                before = len(intake.prompts)
-                rows = min(self.recipe.generation.unit_rows, 16 + (goal - before) * 4 // 3)
-                requests = [Request(f"s{number}-{i}", header + starts[i % len(starts)], sampling)
-                            for i in range(tried, tried + rows)]
-                answers = self.ask("prompts", f"{number}-{unit:05d}", requests, source.max_tokens)
-                for prompt in self.as_prompts(answers, len(header)):
-                    self.admit(prompt, keep)
-                if len(intake.prompts) == before:
-                    raise RunError(f"the target wrote no usable prompt in {rows} tries ({dict(intake.dropped)}); "
-                                   "raise prompts.sources max_tokens or use a jsonl source")
-                del intake.prompts[goal:]
-                bar.update(task, completed=len(intake.prompts) - goal + count)
-                unit, tried = unit + 1, tried + rows
+                units: dict[str, list[Request]] = {}
+                # No more than keeps the ranks busy: a source that gives nothing is to be known of soon.
+                together = 4 * self.ranks.world if self.ranks.world > 1 else 1
+                for rows in wave(goal - len(intake.prompts), self.recipe.generation.unit_rows)[:together]:
+                    units[f"{number}-{unit:05d}"] = [
+                        Request(f"s{number}-{i}", header + starts[i % len(starts)], sampling)
+                        for i in range(tried, tried + rows)]
+                    unit, tried = unit + 1, tried + rows
+                for answers, asked in zip(self.ask("prompts", units, source.max_tokens), units.values(), strict=True):
+                    before = len(intake.prompts)
+                    for prompt in self.as_prompts(answers, len(header)):
+                        self.admit(prompt, keep)
+                    if len(intake.prompts) == before:
+                        raise RunError(f"the target wrote no usable prompt in {len(asked)} tries "
+                                       f"({dict(intake.dropped)}); raise prompts.sources max_tokens or use a jsonl "
+                                       "source")
+                    del intake.prompts[goal:]
+                    bar.update(task, completed=len(intake.prompts) - goal + count)
 
     def as_prompts(self, answers: list[Answer], header: int) -> list[Prompt]:
         """User turns from what was sampled behind the user header (`header` tokens); finished ones only."""
@@ -223,7 +243,8 @@ class PromptStage:
                               f"({dict(intake.dropped)} dropped)")
         held = [p for p in intake.prompts if p.id in chosen]
         lines = [json.dumps({"id": p.id, "kind": p.kind, "messages": p.messages}, ensure_ascii=False) for p in held]
-        write_text(Path(self.recipe.runs_dir) / self.recipe.name / EVALUATION, "\n".join(lines) + "\n")
+        path = Path(self.recipe.runs_dir) / self.recipe.name / EVALUATION
+        self.ranks.lead(lambda: write_text(path, "\n".join(lines) + "\n"))
         judge = Filter(held)
         rest = [p for p in intake.prompts if p.id not in chosen]
         intake.prompts = [p for p in rest if not judge.is_judged(p)]

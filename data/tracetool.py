@@ -25,7 +25,8 @@ from data.tracecheck import Fault, Findings, check_folder, check_settings
 from drafters.target import Target
 from drafters.tensor_parallel import lead, open_target
 from recipes.cli import Command, run
-from recipes.errors import RunError
+from recipes.errors import ConfigError, RunError
+from recipes.launched import processes
 from recipes.schema import Recipe
 from recipes.schema import Trace as TraceSection
 
@@ -173,6 +174,8 @@ def look(recipe: Recipe, switches: set[str]) -> None:
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:
+    if processes() > 1 and not recipe.target.tp_plan:
+        raise ConfigError(f"make inspect: {processes()} processes were started; start one, without a launcher")
     if switches:
         lead(recipe.target, lambda: look(recipe, switches))
     else:  # needs no target

@@ -12,6 +12,7 @@ import yaml
 
 from data import collect
 from data.answers import prompt_turns
+from data.backends.units import Units
 from data.capture import capture
 from data.chat import prompt_ids
 from data.collect import COMMAND
@@ -285,8 +286,8 @@ def test_bad_states_stop_the_run_again_and_again(world, tmp_path, capsys, monkey
 
 def test_run_without_a_supervised_token_stops(world, tmp_path, capsys, monkeypatch):
     """An all-zero loss mask over the data set stops the run (case 06)."""
-    monkeypatch.setattr(collect.Collector, "unit", lambda self, part, name, requests, *rest: [
-        Answer(r.id, r.prompt, [], "length") for r in requests])
+    monkeypatch.setattr(Units, "answers", lambda self, part, units, *rest: [
+        [Answer(r.id, r.prompt, [], "length") for r in requests] for requests in units.values()])
     assert trace(fresh(tmp_path, world)[0]) == 1
     assert "no supervised token in any row" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from data import collect
 from data.collect import COMMAND
 from data.generate import Answer, Generator
-from data.intake import EVALUATION, PromptStage, evaluation_sets, parts
+from data.intake import EVALUATION, PromptStage, evaluation_sets, parts, wave
 from data.prompts import Intake, read_jsonl
 from data.store import TraceReader
 from recipes.cli import run
@@ -81,14 +81,35 @@ def test_synthesis_and_files_share_one_total(tmp_path):
     """The target writes its part: the mix counts what is kept, from whichever kind of source."""
     draw = random.Random(5)
 
-    def ask(part, name, requests, max_tokens):
+    def ask(part, units, max_tokens):
         tokenizer = chat_tokenizer()
-        return [Answer(r.id, r.prompt, tokenizer(" ".join(draw.choices(WORDS, k=8)))["input_ids"] + [2], "stop")
-                for r in requests]
+        return [[Answer(r.id, r.prompt, tokenizer(" ".join(draw.choices(WORDS, k=8)))["input_ids"] + [2], "stop")
+                 for r in requests] for requests in units.values()]
 
     sources = [PromptSource(), PromptSource(kind="jsonl", path=jsonl(tmp_path / "a", asks(20)), weight=2)]
     intake = stage(tmp_path, sources, total=9, ask=ask)
     assert [p.own for p in intake.prompts] == [True] * 3 + [False] * 6
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 12), st.integers(0, 10**6), st.floats(0.2, 1))
+def test_units_asked_together_are_those_of_one_after_the_other(count, unit_rows, together, seed, usable):
+    """However many units are asked at a time, their sizes are those that each has when it waits for the one before:
+    names and contents of units do not depend on the number of ranks (case 16)."""
+    draw = random.Random(seed)
+    kept = [draw.random() < usable for _ in range(5000)]
+
+    def sizes(next_units) -> list[int]:
+        missing, tried, found = count, 0, []
+        while missing > 0:
+            for rows in next_units(missing):
+                assert missing > 0
+                missing -= min(missing, sum(kept[tried : tried + rows]))
+                found, tried = [*found, rows], tried + rows
+        return found
+
+    assert sizes(lambda missing: wave(missing, unit_rows)[:together]) == sizes(
+        lambda missing: [min(unit_rows, 16 + missing * 4 // 3)])
 
 
 @pytest.mark.parametrize("fields, values, message", [
@@ -157,9 +178,9 @@ def test_every_entry_path_passes_the_same_filters(tmp_path, form):
         expected = {k: n for k, n in REASONS.items() if k not in ("broken unicode", "few letters")}
         written = iter([t for t in texts if "\ufffd" not in t and "$" not in t])
 
-        def ask(part, name, requests, max_tokens):
-            return [Answer(r.id, r.prompt, tokenizer(t, add_special_tokens=False)["input_ids"] + [2], "stop")
-                    for r, t in zip(requests, written)]
+        def ask(part, units, max_tokens):
+            return [[Answer(r.id, r.prompt, tokenizer(t, add_special_tokens=False)["input_ids"] + [2], "stop")
+                     for r, t in zip(requests, written)] for requests in units.values()]
 
         intake = stage(tmp_path, [PromptSource(count=2)], ask=ask)
     else:

@@ -1,7 +1,7 @@
 """The contract of answer backends, and the rules that every answer keeps wherever it came from."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from data.backends.journal import Journal
@@ -19,16 +19,18 @@ class Fault(Exception):
 
 
 class Losses:
-    """Rows without a usable answer, each with its reason. More than `allowed` of them stop the run."""
+    """Rows without a usable answer, each with its reason. More than `allowed` of them stop the run; `count` adds to
+    what units in work elsewhere lose from the same allowance, and gives the sum."""
 
-    def __init__(self, allowed: int) -> None:
-        self.allowed = allowed
+    def __init__(self, allowed: int, count: Callable[[int], int] | None = None) -> None:
+        self.allowed, self.count = allowed, count
         self.rows: dict[str, str] = {}
 
     def add(self, row: str, reason: str) -> None:
         """Raises RunError where the share that the recipe allows is passed."""
+        new = row not in self.rows
         self.rows[row] = reason
-        if len(self.rows) > self.allowed:
+        if (self.count(new) if self.count else len(self.rows)) > self.allowed:
             reasons = dict(Counter(self.rows.values()))
             raise RunError(f"rows without a usable answer: {reasons}; generation.max_lost_share allows "
                            f"{max(0, self.allowed)} more here. Finished answers are kept: mend the cause and run again")

@@ -1,0 +1,491 @@
+"""Several processes collect one trace set together: the files of one process, whoever dies, and with however many
+processes it goes on. Ranks are forks over real gloo (tests/forked.py); the launchers themselves are slow tests."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import collect, ranks, tracetool
+from data.backends import units
+from data.backends.units import Units
+from data.capture import capture
+from data.generate import Answer, Generator, Request
+from data.place import LocalPlace
+from data.ranks import GONE, LaunchedRanks, Ranks, open_ranks
+from data.sharing import check_ranks, neighbours, part_of
+from data.store import TraceReader
+from drafters.placement import pick_device
+from drafters.target import use_threads
+from recipes.errors import ConfigError, RunError
+from recipes.launched import check_launch
+from recipes.schema import Generation, Recipe, Server, Target, Trace
+from tests import forked
+from tests.fake_server import NAME, FakeServer
+from tests.test_collect import content, fresh, sections, trace, world  # noqa: F401 - a fixture
+from tests.tiny import call, load_target, write_recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+LAST = "another process of this launch has ended"
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch):
+    """Who has nothing to say waits for no launcher, which is not there."""
+    monkeypatch.setattr(ranks, "QUIET", ranks.timedelta(seconds=0.2))
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    """What all processes did, in the order of their doing: "asked ROW" and "shard NAME" lines of a file."""
+    path = tmp_path / "log"
+    path.touch()
+    generate, write = Generator.run, collect.write_shard
+
+    def note(*lines: str) -> None:
+        with open(path, "a") as f:
+            f.write("".join(f"{line}\n" for line in lines))
+
+    def run(self, requests, **named):
+        note(*(f"asked {r.id}" for r in requests))
+        return generate(self, requests, **named)
+
+    def shard(folder, name, *rest):
+        note(f"shard {name}")
+        write(folder, name, *rest)
+
+    monkeypatch.setattr(Generator, "run", run)
+    monkeypatch.setattr(collect, "write_shard", shard)
+    return path
+
+
+def files(traces: Path) -> dict[str, tuple[int, int]]:
+    """Finished units and shards, and what changes where one is written again."""
+    found = [p for part in ("prompts", "answers") for p in traces.glob(f"{part}/[!.]*.json")]
+    found += [p for name in traces.glob("shards/[!.]*.json") for p in (name, name.with_suffix(".safetensors"))]
+    return {str(p.relative_to(traces)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in found}
+
+
+def said(ended: list[forked.Ended]) -> str:
+    """What all ranks said on stderr; none of it may be a traceback."""
+    text = "".join(rank.err for rank in ended)
+    assert "Traceback" not in text, text
+    return text
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_ranks_make_the_files_of_one_process(world, tmp_path, log, number):  # noqa: F811
+    """Three units and several shards on two ranks, which do not divide evenly, and on three: every file has the bytes
+    that one process writes, each row was answered once and each shard written once, and one rank reports (case 66)."""
+    recipe, traces = fresh(tmp_path, world)
+    done = forked.collect(recipe, number, folder=tmp_path)
+    assert [rank.code for rank in done] == [0] * number, said(done)
+    assert content(traces) == content(world[2])
+    lines = log.read_text().splitlines()
+    assert len(lines) == len(set(lines)) and {f"asked p{i}" for i in range(10)} < set(lines)
+    assert [rank.out.count("traces: 10 rows") for rank in done] == [1] + [0] * (number - 1)
+    assert not [rank.err for rank in done[1:] if rank.err]
+    assert json.loads((traces / "provenance.json").read_text())
+
+
+def test_ranks_without_states_and_with_a_server(world, tmp_path):  # noqa: F811
+    """trace.mode online on two ranks gives the files of one process. A server gets every request once from them, and
+    never more at a time than the recipe allows."""
+    served, asked = load_target(world[0], "float32"), []
+    for name, number in (("one", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        with FakeServer(served) as server:
+            recipe, traces = fresh(tmp_path / name, world, trace={"mode": "online"}, generation={
+                "backend": "openai", "server": {"base_url": server.url, "model": NAME, "concurrency": 3}})
+            done = forked.collect(recipe, number, folder=tmp_path)
+            assert {rank.code for rank in done} == {0}, said(done)
+            asked.append(server.rows())
+            assert server.most <= 3
+    assert asked[0] == asked[1] and set(asked[0]) == {f"p{i}" for i in range(10)}
+    assert content(traces) == content(tmp_path / "one" / "runs" / "tiny" / "traces")
+
+
+def test_work_is_shared(world, tmp_path):  # noqa: F811
+    """Ranks wait for each other at their first unit, so each makes one: none does it all."""
+    recipe, _ = fresh(tmp_path, world)
+    make = units.make_unit
+
+    def each(rank: int) -> None:
+        def waiting(backend, path, *rest):
+            signal.alarm(300)  # rather dead than waiting for one that never comes
+            (tmp_path / f"rank{rank}.began").touch()
+            while not (tmp_path / f"rank{1 - rank}.began").exists():
+                os.sched_yield()
+            return make(backend, path, *rest)
+
+        units.make_unit = waiting
+
+    assert [rank.code for rank in forked.collect(recipe, 2, folder=tmp_path, each=each)] == [0, 0]
+
+
+def test_death_of_a_rank_loses_nothing(world, tmp_path, log, monkeypatch):  # noqa: F811
+    """One of two ranks is killed in its second unit: the other ends with a message. Three ranks go on, one is killed in
+    a shard; one process ends it. What was finished is never touched, no finished row asked again (cases 16, 35)."""
+    recipe, traces = fresh(tmp_path, world)
+
+    def in_answers(rank: int) -> None:
+        if rank == 1:
+            forked.die_at(monkeypatch, units, "make_unit", 1)
+
+    def in_shards(rank: int) -> None:
+        if rank == 2:
+            forked.die_at(monkeypatch, collect, "write_shard", 1)
+
+    died = forked.collect(recipe, 2, folder=tmp_path, each=in_answers)
+    assert [rank.code for rank in died] == [1, -signal.SIGKILL] and said(died).count(GONE) == 1
+    before = files(traces)
+    assert len(before) == 2  # rank 0 made what the other did not take
+    died = forked.collect(recipe, 3, folder=tmp_path, each=in_shards)
+    assert [rank.code for rank in died] == [1, 1, -signal.SIGKILL] and said(died).count(GONE) == 1
+    middle = files(traces)
+    assert before.items() <= middle.items() and len(list(traces.glob("answers/*.json"))) == 3
+    assert list(traces.glob("shards/*.json")) and not (traces / "provenance.json").exists()
+    assert trace(recipe) == 0
+    assert middle.items() <= files(traces).items() and content(traces) == content(world[2])
+    asked = [line for line in log.read_text().splitlines() if line.startswith("asked")]
+    assert len(asked) == len(set(asked)) == 10
+
+
+@pytest.mark.parametrize("flags, code, message", [
+    (["--trace.layers", "[1, 1, 2]"], 2, "trace.layers = [1, 1, 2]"),
+    (["--prompts.validation", "10"], 2, "prompts.validation holds out 10"),
+    (["--trace.shard_mb", "2"], 2, "trace.shard_mb was 1, now 2")])
+def test_error_of_all_ranks_is_shown_once(world, tmp_path, flags, code, message):  # noqa: F811
+    """What every rank finds wrong, or rank 0 for all, is one message and one exit code."""
+    recipe, _ = fresh(tmp_path, world)
+    if "shard_mb" in message:
+        assert forked.collect(recipe, 2, folder=tmp_path)[0].code == 0
+    done = forked.collect(recipe, 2, *flags, folder=tmp_path)
+    assert [rank.code for rank in done] == [code, code]
+    assert said(done).count("error:") == said(done).count(message) == 1
+
+
+def test_ranks_that_are_not_alike_are_refused(world, tmp_path, monkeypatch):  # noqa: F811
+    """A rank with other settings, or that works in another folder, is named before anything is made (case 30)."""
+    monkeypatch.setattr(ranks, "LATE", 0.1)
+    recipe, traces = fresh(tmp_path, world)
+    done = forked.collect(recipe, 2, folder=tmp_path, own={1: ["--generation.seed", "1"]})
+    assert [rank.code for rank in done] == [1, 2] and LAST in done[0].err
+    assert "rank 1 has other settings than rank 0: generation.seed was 0, now 1" in said(done)
+    done = forked.collect(recipe, 2, folder=tmp_path, own={1: ["--runs_dir", str(tmp_path / "mine")]})
+    assert [rank.code for rank in done] == [1, 2] and LAST in done[0].err
+    assert "rank 1 does not see what rank 0 writes there" in said(done)
+    assert not files(traces) and not list(tmp_path.rglob(".seen-*"))
+
+
+@pytest.mark.parametrize("values, message", [
+    ({"trace": Trace(url="memory://a")}, "trace.url = memory://a: 3 processes"),
+    ({"trace": Trace(backend="vllm")}, "trace.backend = vllm"),
+    ({"generation": Generation(backend="vllm")}, "generation.backend = vllm"),
+    ({"generation": Generation(backend="openai", server=Server(concurrency=2))}, "generation.server.concurrency = 2"),
+    ({"target": Target(device_map="auto")}, "target.device_map = auto")])
+def test_what_several_processes_cannot_do_is_refused(monkeypatch, values, message):
+    """Each is named with its field; one process may do all of it."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=message):
+        check_ranks(Recipe(**values), 3)
+    check_ranks(Recipe(**values), 1)
+    check_ranks(Recipe(trace=Trace(url="file:///x"), generation=Generation(backend="openai")), 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 30), st.integers(1, 9), st.integers(9, 40))
+def test_shards_and_server_limits_are_shared_out(count, number, concurrency):
+    """Runs of neighbours make up all shards in order, none more than one longer than another; the ranks' concurrency
+    adds up to the recipe's, and so does the rate."""
+    names = [str(i) for i in range(count)]
+    runs = [neighbours(names, rank, number) for rank in range(number)]
+    assert sum(runs, []) == names and max(map(len, runs)) - min(map(len, runs)) <= 1
+    section, found = Generation(server=Server(concurrency=concurrency, requests_per_s=5.0)), []
+    for rank in range(number):
+        one = Ranks()
+        one.rank, one.world = rank, number
+        found.append(part_of(section, one).server)
+    assert sum(s.concurrency for s in found) == concurrency and min(s.concurrency for s in found) >= 1
+    assert sum(s.requests_per_s for s in found) == pytest.approx(5.0)
+    assert part_of(section, Ranks()) == section
+
+
+class Losing:
+    """A backend that loses the first row of every unit."""
+
+    def run(self, requests, max_tokens, journal, losses, keeper=None):
+        losses.add(requests[0].id, "lost")
+        return [Answer(r.id, r.prompt, [2], "stop") for r in requests[1:]]
+
+
+@pytest.mark.parametrize("share, code", [(0.35, 1), (0.4, 0)])
+def test_lost_rows_are_counted_over_all_ranks(tmp_path, share, code):
+    """Four units of ten rows lose one each: 35 % allows three, in whichever ranks they are lost; with 40 % every rank
+    ends with the same answers and tally, and a later run counts what is stored."""
+    (tmp_path / "answers").mkdir()
+    asked = {f"0-{u}": [Request(f"{u}{i}", [1, u, i]) for i in range(3 if u else 1)] for u in range(4)}
+
+    def work(rank: int) -> None:
+        with open_ranks() as here:
+            found = Units(Losing(), LocalPlace(tmp_path), here, share, lambda part, name: None)
+            answers = found.answers("answers", asked, 4)
+            print(json.dumps([[a.id for unit in answers for a in unit], dict(found.tally.lost)]))
+
+    done = forked.together(2, lambda rank: guarded(work, rank), tmp_path)
+    if code:
+        assert [rank.code for rank in done].count(1) >= 1
+        assert "rows without a usable answer: {'lost'" in "".join(rank.err for rank in done)
+    else:
+        expected = [[f"{u}{i}" for u in range(1, 4) for i in (1, 2)], {"lost": 4}]
+        assert [json.loads(rank.out) for rank in done] == [expected] * 2
+        again = Units(None, LocalPlace(tmp_path), Ranks(), share, lambda part, name: None)
+        assert [a.id for unit in again.answers("answers", asked, 4) for a in unit] == expected[0]
+        assert again.tally.lost.total() == 4
+
+
+def guarded(work, rank: int) -> None:
+    """An error as the command line shows it."""
+    try:
+        work(rank)
+    except RunError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+def test_bad_rows_are_counted_over_all_ranks(world, tmp_path, monkeypatch):  # noqa: F811
+    """NaN rows in shards of different ranks stop the run together, and running again is no way past (case 34)."""
+    recipe, traces = fresh(tmp_path, world)
+    assert trace(recipe) == 0
+    order = [TraceReader(traces)[i].id for i in range(10)]
+    bad = {order[0], order[-1]}
+    (tmp_path / "other").mkdir()
+    recipe, traces = fresh(tmp_path / "other", world)
+
+    def compute(target, rows, *rest):
+        kept, faults = capture(target, rows, *rest)
+        return [r for r in kept if r.id not in bad], faults | {r.id: "NaN" for r in rows if r.id in bad}
+
+    monkeypatch.setattr(collect, "capture", compute)
+    monkeypatch.setattr(collect.Collector, "keeping", lambda self, part, name: None)
+    for number in (2, 2, 1):
+        done = forked.collect(recipe, number, "--trace.max_bad_share", "0.1", folder=tmp_path)
+        assert all(rank.code == 1 for rank in done)
+        assert said(done).count("2 of 10 rows have NaN or Inf states") == 1
+
+
+def test_ranks_tell_each_other_values(tmp_path):
+    """Rank 0's value, all values in order, one count; a lead's error is everyone's; after a death the others' next
+    meeting is a message (case 43: they wait without a limit until then)."""
+    def work(rank: int) -> None:
+        with open_ranks() as here:
+            assert isinstance(here, LaunchedRanks) and (here.rank, here.world) == (rank, 3)
+            assert here.agree({"a": [rank, "ä"]}) == {"a": [0, "ä"]} and here.gather(rank * 10) == [0, 10, 20]
+            count, other = here.counter(), here.counter()
+            count(rank + 1)
+            here.meet()
+            assert count(0) == 6 and other(0) == 0
+            did = []
+            here.lead(lambda: did.append(rank))
+            assert did == [0] * (rank == 0)
+            with pytest.raises(ConfigError, match="no such thing"):
+                here.lead(lambda: (_ for _ in ()).throw(ConfigError("no such thing")))
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with pytest.raises(RunError, match=LAST):
+                here.meet()
+
+    done = forked.together(3, work, tmp_path)
+    assert [rank.code for rank in done] == [0, -signal.SIGKILL, 0], said(done)
+
+
+def test_preview_and_inspect_are_one_process(world, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """A preview is shown by rank 0 and keeps nothing; an inspection that was launched as several is refused."""
+    recipe, traces = fresh(tmp_path, world)
+    done = forked.collect(recipe, 2, "--preview", folder=tmp_path)
+    assert [rank.code for rank in done] == [0, 0] and "the whole run" in done[0].out and not done[1].out
+    assert not traces.exists()
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert call(tracetool.COMMAND, recipe) == 2
+    assert "make inspect: 2 processes were started" in capsys.readouterr().err
+
+
+def test_launches_that_are_none(monkeypatch):
+    """accelerate's MULTI_CPU starts one process silently: refused. A cluster's own variables start nothing."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with open_ranks() as here:
+        assert type(here) is Ranks and here.world == 1
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    check_launch()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    with pytest.raises(RunError, match="asked for several processes but started one"):
+        check_launch()
+
+
+def test_each_process_has_its_own_device_and_cores(monkeypatch):
+    """Five processes on two GPUs take them in turn; two on eight cores have four threads each, unless the recipe
+    says."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("auto") == torch.device("cuda")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    found = []
+    for rank in range(5):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        found.append(pick_device("auto").index)
+    assert found == [0, 1, 0, 1, 0] and pick_device("cuda:1").index == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    for wanted in (0, 3):
+        use_threads(wanted)
+    assert threads == [4, 3]
+
+
+def counted(folder: Path, moment: int, everyone: bool, out: Path):
+    """A hook that counts this process's file operations in `folder` and kills it at number `moment` (0: never), or all
+    ranks; the count is in `out` at the end."""
+    done = 0
+
+    def hook(event: str, args: tuple) -> None:
+        nonlocal done
+        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if (writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")) and args and (
+                str(args[0]).startswith(str(folder))):
+            done += 1
+            if done == moment:
+                (os.killpg if everyone else os.kill)(os.getpgrp() if everyone else os.getpid(), signal.SIGKILL)
+            out.write_text(str(done))
+
+    return hook
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_two_ranks_lose_and_repeat_nothing(world, tmp_path, log, request):  # noqa: F811
+    """kill -9 of one rank or of all at a random file operation, then one to three ranks: the files of an undisturbed
+    run, finished ones untouched, no finished row asked again (cases 16, 35). `--kills N`: so many moments."""
+    draw = random.Random(0)
+    source = {"kind": "synthesis", "count": 5, "max_tokens": 100, "temperature": 1.5}
+    values = sections(world[1])
+    values["prompts"]["sources"].append(source)
+    values["generation"]["unit_rows"] = 3
+
+    def run(name: str, number: int, victim: int = -1, moment: int = 0, everyone: bool = False) -> list[forked.Ended]:
+        recipe = write_recipe(tmp_path / name / "r.yaml", world[0], **values)
+        return forked.collect(recipe, number, folder=tmp_path, each=lambda rank: sys.addaudithook(counted(
+            recipe.parent / "runs", moment if rank == victim else 0, everyone, tmp_path / f"moments{rank}")))
+
+    (tmp_path / "whole").mkdir()
+    assert run("whole", 1)[0].code == 0
+    whole = tmp_path / "whole" / "runs" / "tiny" / "traces"
+    moments = int((tmp_path / "moments0").read_text()) // 2  # of each of two ranks, about
+    died = 0
+    for number in range(request.config.getoption("--kills")):
+        (tmp_path / str(number)).mkdir()
+        traces = tmp_path / str(number) / "runs" / "tiny" / "traces"
+        victim, everyone = draw.randrange(2), draw.random() < 0.5
+        ended = run(str(number), 2, victim, draw.randint(1, moments), everyone)
+        codes = [rank.code for rank in ended]
+        assert codes in ([0, 0], [-signal.SIGKILL] * 2) or sorted(codes) == [-signal.SIGKILL, 1], said(ended)
+        died += -signal.SIGKILL in codes
+        before = files(traces)
+        rows = {row for name in before if not name.startswith("shards") for row in re.findall(
+            r'"id": "(.*?)"', (traces / name).read_text())}
+        log.write_text("")
+        again = run(str(number), draw.randint(1, 3))
+        assert {rank.code for rank in again} == {0}, said(again)
+        assert before.items() <= files(traces).items() and content(traces) == content(whole)
+        lines = log.read_text().splitlines()
+        assert len(lines) == len(set(lines)) and not rows & {line.removeprefix("asked ") for line in lines}
+    assert died > number / 2
+
+
+def environment() -> dict[str, str]:
+    drop = ("ACCELERATE_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(drop)} | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+def test_accelerate_launch(world, tmp_path):  # noqa: F811
+    """The documented command makes the files of one process; what the ranks find wrong is in the output once."""
+    recipe, traces = fresh(tmp_path, world)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file",
+               "recipes/accelerate/ddp-cpu.yaml", "-m", "data.collect", "--config", str(recipe)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert content(traces) == content(world[2]) and done.stdout.count("traces: 10 rows") == 1
+    done = subprocess.run([*command, "--generation.seed", "1"], cwd=ROOT, env=environment(), capture_output=True,
+                          text=True)
+    assert done.returncode and done.stderr.count("generation.seed was 0, now 1") == 1
+
+
+STOP = """
+import os, pathlib, signal, sys
+from data.backends import units
+from data.collect import COMMAND
+from recipes.cli import run
+make, mark = units.make_unit, pathlib.Path(sys.argv[1]) / os.environ["RANK"]
+def stop(*args):
+    mark.write_text(str(os.getpid()))
+    if os.environ["RANK"] == "1" and sys.argv[2] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[2] == "wait":
+        signal.pause()
+    return make(*args)
+units.make_unit = stop
+run(COMMAND, sys.argv[3:])
+"""
+
+
+def nodes(tmp_path: Path, recipe: Path, count: int, each: int, how: str) -> list[subprocess.Popen]:
+    """One torchrun for each of so many machines, with so many processes each."""
+    script, port = tmp_path / "stop.py", forked.free_port()
+    script.write_text(STOP)
+    return [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count), "--node-rank", str(node),
+         "--nproc-per-node", str(each), "--master-addr", "127.0.0.1", "--master-port", str(port), str(script),
+         str(tmp_path), how, "--config", str(recipe)],
+        cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for node in range(count)]
+
+
+@pytest.mark.slow
+def test_death_on_another_machine_is_a_message(world, tmp_path):  # noqa: F811
+    """Two launchers as on two machines; a process of the second dies: the first ends too, and says why (case 43)."""
+    recipe, traces = fresh(tmp_path, world)
+    first, second = nodes(tmp_path, recipe, 2, 1, "die")
+    errors = [node.communicate()[1] for node in (first, second)]
+    assert first.returncode and second.returncode
+    assert LAST in errors[0] and "Traceback (most recent call last)" not in errors[0].split(LAST)[0]
+    assert trace(recipe) == 0 and content(traces) == content(world[2])
+
+
+@pytest.mark.slow
+def test_death_of_the_launcher_ends_its_processes(world, tmp_path):  # noqa: F811
+    """kill -9 of the launcher leaves no process behind that would go on writing."""
+    recipe, _ = fresh(tmp_path, world)
+    (launcher,) = nodes(tmp_path, recipe, 1, 2, "wait")
+    while not all((tmp_path / rank).exists() for rank in "01") and launcher.poll() is None:
+        os.sched_yield()
+    launcher.kill()
+    launcher.communicate()  # to its end: nobody holds the pipe any more
+    for rank in "01":
+        status = Path(f"/proc/{(tmp_path / rank).read_text()}/status")
+        assert not status.exists() or "State:\tZ" in status.read_text()
