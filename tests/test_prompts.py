@@ -165,7 +165,8 @@ def test_training_prompts_that_come_with_the_recipes_are_none_of_the_evaluation(
     them: the demo is judged by what it was not trained on."""
     judged = evaluation_prompts("builtin")[0]
     keep = Filter(judged)
-    found = read_jsonl(BUILTIN.parent.parent / "recipes" / "prompts.jsonl")
-    assert len(found) == 680 and len({p.id for p in found}) == 680
+    folder = BUILTIN.parent.parent / "recipes"
+    found = [p for name in ("prompts.jsonl", "more_prompts.jsonl") for p in read_jsonl(folder / name)]
+    assert len(found) == len({p.id for p in found}) == 2676
     assert {keep.reason(p, 20, 4, 512) for p in found} == {None}
     assert max(keep.overlap(p) for p in found) == 0
