@@ -7,6 +7,7 @@ files, because a unit's computation depends on nothing outside it.
 
 import shutil
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from drafters.target import require_chat_template
 from drafters.tensor_parallel import lead, open_target
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError, RunError
-from recipes.files import sha256_json, write_json
+from recipes.files import alone, sha256_json, write_json
 from recipes.launched import end_with_launcher
 from recipes.provenance import difference, stamp
 from recipes.schema import Recipe
@@ -230,6 +231,13 @@ class Collector:
 
 def collect(collector: Collector) -> None:
     """All stages; what is finished already is found and kept."""
+    with ExitStack() as held:
+        collector.ranks.lead(lambda: held.enter_context(alone(collector.folder)))
+        stages(collector)
+
+
+def stages(collector: Collector) -> None:
+    """Prompts, answers, states."""
     ranks, tally = collector.ranks, collector.units.tally
     intake = collector.prompts_stage()
     rows = collector.answers_stage(intake.prompts)

@@ -1,13 +1,16 @@
 """Atomic files: written to a temporary name in the same folder, fsynced, renamed."""
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from recipes.errors import RunError
 
 
 @contextmanager
@@ -35,6 +38,31 @@ def locked(folder: Path) -> Iterator[None]:
     with open(folder / ".lock", "wb") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Held while a run writes into the folder. RunError where another process holds it; one that dies lets go.
+    A file system without locks guards nothing."""
+    path = folder / ".lock"
+    with ExitStack() as held:
+        while True:
+            f = held.enter_context(open(path, "wb"))
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(f"{folder}: another run is at work there; wait for it or end it, or use another `name`"
+                               ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+            with suppress(FileNotFoundError):  # deleted by a run that has ended since the file was opened here
+                if os.path.samestat(os.fstat(f.fileno()), os.stat(path)):
+                    break
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -21,6 +21,7 @@ from data.prompts import Prompt, hold_out, read_jsonl
 from data.staging import UnitParts
 from data.store import TraceReader
 from recipes.cli import run
+from recipes.files import alone
 from recipes.loader import load_recipe
 from tests.tiny import CHATML, chat_tokenizer, llama, write_prompts, write_recipe, write_target
 
@@ -321,6 +322,16 @@ def test_user_turns_that_training_may_learn_from_are_marked(world, tmp_path, own
     text = "".join(collector.target.tokenizer.decode([i]) for i, turn in zip(ids, turns) if turn == -1)
     assert text == ("is it wet?<|im_end|>" if marked else "")
     assert len(turns) == len(ids) and set(turns) <= {0, -1}
+
+
+def test_two_runs_do_not_share_a_folder(world, tmp_path, capsys):
+    """While one run collects into a folder, another one ends with a message and has changed nothing."""
+    recipe, traces = fresh(tmp_path, world)
+    assert trace(recipe) == 0
+    before = content(traces)
+    with alone(traces):
+        assert trace(recipe) == 1 and "another run is at work there" in capsys.readouterr().err
+    assert content(traces) == before and trace(recipe) == 0
 
 
 def test_marked_user_turns_reach_store_manifest_and_key(world, tmp_path):

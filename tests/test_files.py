@@ -3,10 +3,14 @@
 import errno
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from recipes.files import sha256_file, sha256_json, write_bytes, write_json, write_text
+from recipes.errors import RunError
+from recipes.files import alone, sha256_file, sha256_json, write_bytes, write_json, write_text
 
 
 def no_space(*args):
@@ -47,3 +51,29 @@ def test_digests(tmp_path):
     write_bytes(tmp_path / "a", b"abc")
     assert sha256_file(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert sha256_json({"a": 1, "b": 2}) == sha256_json({"b": 2, "a": 1}) != sha256_json({"a": 2, "b": 1})
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from recipes.files import alone
+with alone(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_is_one_runs_at_a_time(tmp_path):
+    """A second run is refused while the first one lives, and let in when that was killed (kill -9 leaves no lock)."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          cwd=Path(__file__).parent.parent, text=True) as first:
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match="another run is at work there"), alone(tmp_path):
+            pass
+        first.kill()
+        first.wait()
+        with alone(tmp_path):
+            pass
+    with alone(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())

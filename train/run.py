@@ -4,6 +4,7 @@
 """
 
 import os
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from drafters.registry import entry, options_of
 from drafters.target import Target
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError
-from recipes.files import write_json
+from recipes.files import alone, write_json
 from recipes.provenance import stamp
 from recipes.schema import Recipe
 from train.launch import start
@@ -84,8 +85,12 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     settings = {"train": trained, "drafter": asdict(options), "traces": reader.manifest["key"]}
     track(accelerator, recipe, folder)
     trainer = Trainer(accelerator, drafter, reader, plan, recipe.train, folder / "checkpoints", origin, settings)
-    trainer.resume()
-    trainer.run()
+    with ExitStack() as held:
+        if accelerator.is_main_process:
+            trainer.folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(alone(trainer.folder))
+        trainer.resume()
+        trainer.run()
     accelerator.end_training()
     if accelerator.is_main_process:
         progress = trainer.progress
