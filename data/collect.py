@@ -104,10 +104,11 @@ class Collector:
     def round(self, number: int, requests: list[Request]) -> list[Answer]:
         """Answers to one round's requests, in units."""
         section = self.recipe.generation
-        if number == 0 and self.keeps_states and not (self.folder / "manifest.json").exists():
+        if number == 0 and self.keeps_states:
             waiting = self.staging.dtype if section.backend == "transformers" else self.dtype
             least = sum(self.bytes_of(r.prompt, r.turns, waiting) for r in requests)  # answers come on top
-            self.ranks.lead(lambda: self.check_room(least - self.staging.held(number)))
+            self.ranks.lead(lambda: (self.folder / "manifest.json").exists()
+                            or self.check_room(least - self.staging.held(number)))
         units = {f"{number}-{start // section.unit_rows:05d}": requests[start : start + section.unit_rows]
                  for start in range(0, len(requests), section.unit_rows)}
         with progress_bar() as bar:

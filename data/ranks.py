@@ -10,6 +10,8 @@ that wait for it; they wait for nothing else, however long it takes (case 43).
 
 import hashlib
 import json
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +31,7 @@ from recipes.launched import check_launch, processes
 
 JOIN = timedelta(minutes=30)  # between the first process of a launch and its last: imports from a slow disk, no work
 LATE = 70.0  # seconds until a network file system shows on one machine what another one wrote
-QUIET = timedelta(seconds=10)  # for another process to say what this one would say, and to be gone
+QUIET = 10.0  # seconds for another process to say what this one would say, and to be gone
 GONE = ("another process of this launch has ended (its own message says why); what was finished is kept: run the same "
         "command again, with any number of processes")
 KINDS: dict[int, type[DrafthouseError]] = {USAGE: ConfigError, FAILED: RunError}
@@ -86,14 +88,19 @@ class LaunchedRanks(Ranks):
             self.store = dist.PrefixStore("ranks", store)
             self.store.set(f"here/{self.rank}", "")
             self.store.wait([f"here/{rank}" for rank in range(processes())], JOIN)
-        except RuntimeError:
+        except dist.DistStoreError as error:
             raise RunError(f"not all of the {processes()} processes of this launch came together within "
-                           f"{JOIN.total_seconds() / 60:.0f} minutes") from None
+                           f"{JOIN.total_seconds() / 60:.0f} minutes: {first_line(error)}") from None
+        except RuntimeError as error:
+            raise RunError(f"the processes of this launch cannot meet at {os.environ['MASTER_ADDR']}:"
+                           f"{os.environ['MASTER_PORT']}: {first_line(error)}") from None
         try:
             dist.init_process_group("gloo", store=dist.PrefixStore("group", self.store), rank=self.rank,
-                                    world_size=self.world, timeout=PATIENCE)
+                                    world_size=self.world, timeout=JOIN)
+            # Connecting has an end, working together has none.
+            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
         except RuntimeError as error:
-            raise RunError(f"the processes of this launch cannot connect to one another: {str(error).splitlines()[0]}; "
+            raise RunError(f"the processes of this launch cannot connect to one another: {first_line(error)}; "
                            "the variable GLOO_SOCKET_IFNAME names the network interface to use") from None
         self.counters = 0
 
@@ -108,15 +115,15 @@ class LaunchedRanks(Ranks):
         text = bytearray(json.dumps(value).encode())
         with others():
             length = torch.tensor([len(text)])
-            dist.broadcast(length, rank)
+            dist.broadcast(length, rank, self.group)
             content = torch.frombuffer(text, dtype=torch.uint8) if rank == self.rank else (
                 torch.empty(int(length), dtype=torch.uint8))
-            dist.broadcast(content, rank)
+            dist.broadcast(content, rank, self.group)
         return json.loads(content.numpy().tobytes())
 
     def meet(self) -> None:
         with others():
-            dist.barrier()
+            dist.barrier(self.group)
 
     def counter(self) -> Callable[[int], int]:
         self.counters += 1
@@ -129,13 +136,18 @@ class LaunchedRanks(Ranks):
         return add
 
     def first_to_say(self, message: str) -> bool:
-        """True for one of the ranks that have the same thing to say; another returns when that one must be gone."""
+        """True for one of the ranks of a machine that have the same thing to say; another returns when that one must
+        be gone."""
+        name = hashlib.sha256(f"{socket.gethostname()}\n{message}".encode()).hexdigest()
         with suppress(RuntimeError):  # a store that is gone leaves it to everyone
-            if self.store.add(f"said/{hashlib.sha256(message.encode()).hexdigest()}", 1) > 1:
-                with suppress(RuntimeError):
-                    self.store.wait(["never"], QUIET)
+            if self.store.add(f"said/{name}", 1) > 1:
+                time.sleep(QUIET)
                 return False
         return True
+
+
+def first_line(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from accelerate.utils import align_module_device, check_device_map
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
-from recipes.launched import local_processes, local_rank
+from recipes.launched import local_rank, processes
 from recipes.schema import Target as TargetSection
 
 NAMED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -23,7 +23,7 @@ NAMED = ("auto", "balanced", "balanced_low_0", "sequential")
 def pick_device(name: str, field: str = "target.device") -> torch.device:
     """The device of that name; auto is CUDA where there is one, for the processes of a launch each its own (shared
     where there are fewer). ConfigError names `field`."""
-    if name == "auto" and torch.cuda.is_available() and local_processes() > 1:
+    if name == "auto" and torch.cuda.is_available() and processes() > 1:
         return torch.device("cuda", local_rank() % torch.cuda.device_count())
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -52,6 +52,8 @@ def together(world: int, work: Callable[[int], None], folder: Path) -> list[Ende
 def child(rank: int, world: int, port: int, work: Callable[[int], None], folder: Path) -> None:
     code = BROKEN
     try:
+        if rank == 0:
+            os.setpgid(0, 0)  # this or the parent's comes first: a kill of the group must not meet the parent
         for number, end in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / f"rank{rank}.{end}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))

@@ -37,7 +37,7 @@ LAST = "another process of this launch has ended"
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch):
     """Who has nothing to say waits for no launcher, which is not there."""
-    monkeypatch.setattr(ranks, "QUIET", ranks.timedelta(seconds=0.2))
+    monkeypatch.setattr(ranks, "QUIET", 0.2)
 
 
 @pytest.fixture
@@ -338,7 +338,9 @@ def test_each_process_has_its_own_device_and_cores(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device("auto") == torch.device("cuda")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5", "MASTER_ADDR": "x",
+                        "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     found = []
     for rank in range(5):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
