@@ -36,7 +36,7 @@ from drafters.target import require_chat_template
 from drafters.tensor_parallel import lead, open_target
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError, RunError
-from recipes.files import alone, sha256_json, write_json
+from recipes.files import alone, beside, sha256_json, write_json
 from recipes.launched import end_with_launcher
 from recipes.provenance import difference, stamp
 from recipes.schema import Recipe
@@ -233,8 +233,12 @@ class Collector:
 def collect(collector: Collector) -> None:
     """All stages; what is finished already is found and kept."""
     with ExitStack() as held:
-        collector.ranks.lead(lambda: held.enter_context(alone(collector.folder)))
+        ranks = collector.ranks
+        ranks.lead(lambda: held.enter_context(alone(collector.folder, ranks.world > 1)))
+        if ranks.rank:
+            held.enter_context(beside(collector.folder))
         stages(collector)
+        ranks.meet()  # so that the last one lets go of it
 
 
 def stages(collector: Collector) -> None:

@@ -41,28 +41,50 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path, several: bool = False) -> Iterator[None]:
     """Held while a run writes into the folder. RunError where another process holds it; one that dies lets go.
+    several: other processes of this run hold it too (`beside`), so it is free only when all of them have ended.
     A file system without locks guards nothing."""
     path = folder / ".lock"
     with ExitStack() as held:
         while True:
             f = held.enter_context(open(path, "wb"))
             try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(f, fcntl.LOCK_EX)
             except BlockingIOError:
                 raise RunError(f"{folder}: another run is at work there; wait for it or end it, or use another `name`"
                                ) from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    raise
             with suppress(FileNotFoundError):  # deleted by a run that has ended since the file was opened here
                 if os.path.samestat(os.fstat(f.fileno()), os.stat(path)):
                     break
+        if several:
+            _lock(f, fcntl.LOCK_SH)
+        done = False
         try:
             yield
+            done = True
         finally:
-            path.unlink(missing_ok=True)
+            if done or not several:  # those that are left where one has failed are found by this file
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def beside(folder: Path) -> Iterator[None]:
+    """Held by the other processes of a run, after one of them holds `alone`."""
+    with open(folder / ".lock", "rb") as f:
+        _lock(f, fcntl.LOCK_SH)
+        yield
+
+
+def _lock(f: BinaryIO, how: int) -> None:
+    """flock, where the file system has locks. BlockingIOError where another process holds it."""
+    try:
+        fcntl.flock(f, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -56,24 +56,44 @@ def test_digests(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from recipes.files import alone
-with alone(Path(sys.argv[1])):
+from recipes.files import alone, beside
+with {"alone": alone, "beside": beside}[sys.argv[2]](Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
+def hold(folder: Path, how: str) -> subprocess.Popen:
+    """A process that holds the folder until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), how], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
 def test_a_folder_is_one_runs_at_a_time(tmp_path):
     """A second run is refused while the first one lives, and let in when that was killed (kill -9 leaves no lock)."""
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          cwd=Path(__file__).parent.parent, text=True) as first:
-        assert first.stdout.readline() == "held\n"
+    with hold(tmp_path, "alone") as first:
         with pytest.raises(RunError, match="another run is at work there"), alone(tmp_path):
             pass
         first.kill()
         first.wait()
         with alone(tmp_path):
             pass
+    with alone(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_free_when_the_last_process_of_a_run_has_ended(tmp_path):
+    """A run of several whose first process has failed keeps the folder while another one is at work."""
+    with pytest.raises(ValueError, match="failed"), alone(tmp_path, several=True):
+        second = hold(tmp_path, "beside")
+        raise ValueError("failed")
+    with second:
+        with pytest.raises(RunError, match="another run is at work there"), alone(tmp_path):
+            pass
+        second.kill()
     with alone(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
