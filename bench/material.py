@@ -14,7 +14,7 @@ from data.sampling import Sampling
 from data.store import TraceReader
 from drafters.target import Target, require_chat_template
 from eval.run import spread
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, RunError
 from recipes.schema import Recipe
 
 GREEDY = Sampling()
@@ -46,6 +46,14 @@ def traced_ids(recipe: Recipe, target: Target, count: int, room: int) -> list[li
         found.append(row.ids[: int((row.turns > 0).int().argmax())].tolist())
     check_room(target, found, room)
     return found
+
+
+def float32_traces(recipe: Recipe) -> TraceReader:
+    """The run's traces, which must be in full precision: RunError where they are not, or where there are none."""
+    reader = TraceReader(Path(recipe.runs_dir) / recipe.name / "traces")
+    if reader.manifest["dtype"] != "float32":
+        raise RunError(f"{reader.folder}: stored as {reader.manifest['dtype']}; the comparison needs float32 traces")
+    return reader
 
 
 def check_room(target: Target, prompts: list[list[int]], room: int) -> None:

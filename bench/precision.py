@@ -13,6 +13,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
+from bench.material import float32_traces
 from bench.rows import Result, Row
 from data.codec import DTYPES, carrier, decode, encode
 from data.prompts import hold_out
@@ -20,7 +21,6 @@ from data.store import TraceReader, TraceRow, row_bytes
 from drafters import checkpoint
 from drafters.target import Target
 from eval.replay import replay
-from recipes.errors import RunError
 from recipes.schema import Recipe, opt
 
 
@@ -70,9 +70,7 @@ def teacher(head: torch.nn.Module, final: Tensor, back: Tensor) -> tuple[float, 
 def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
     """Rows of `make bench ARGS="--only precision"`; variants are the storage dtypes. `repeats` has no meaning here."""
     run_folder = Path(recipe.runs_dir) / recipe.name
-    reader = TraceReader(run_folder / "traces")
-    if reader.manifest["dtype"] != "float32":
-        raise RunError(f"{reader.folder}: stored as {reader.manifest['dtype']}; the comparison needs float32 traces")
+    reader = float32_traces(recipe)
     target = Target(recipe.target, reader.manifest["layers"])
     n, H = len(target.layers), target.hidden
     where = {place.listed["id"]: i for i, place in enumerate(reader.places)}

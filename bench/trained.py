@@ -6,11 +6,11 @@ precision, held out of the training rows, by replayed acceptance and by their lo
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from pydantic import NonNegativeInt, PositiveInt
 
+from bench.material import float32_traces
 from bench.precision import Decoded
 from bench.rows import Result, Row
 from data.batching import Plan, collate
@@ -59,7 +59,7 @@ def conversation(name: str) -> str:
 
 
 @torch.no_grad()
-def judge(trainer: Trainer, judged: "Judged", rows: list[int], K: int) -> tuple[Acceptance, float]:
+def judge(trainer: Trainer, judged: Judged, rows: list[int], K: int) -> tuple[Acceptance, float]:
     """Replayed acceptance, and the mean loss (nats) at the first position."""
     device, dtype = trainer.accelerator.device, trainer.dtype
     loss = positions = 0.0
@@ -81,9 +81,7 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
     unknown = [name for name in options.dtypes if name not in DTYPES]
     if unknown:
         raise ConfigError(f"trained.dtypes: {unknown[0]!r}: unknown; known: {', '.join(DTYPES)}")
-    reader = TraceReader(Path(recipe.runs_dir) / recipe.name / "traces")
-    if reader.manifest["dtype"] != "float32":
-        raise RunError(f"{reader.folder}: stored as {reader.manifest['dtype']}; the comparison needs float32 traces")
+    reader = float32_traces(recipe)
     if recipe.generation.temperature > 0 or reader.manifest.get("off_policy"):
         raise ConfigError(f"{reader.folder}: a replay judges by the target's greedy answers; these are sampled or "
                           "given")

@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def locked(folder: Path) -> Iterator[None]:
     """Held by one process of this machine at a time; a process that dies lets go."""
     with open(folder / ".lock", "wb") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+        _lock(f, fcntl.LOCK_EX)
         yield
 
 
@@ -50,7 +50,7 @@ def alone(folder: Path, several: bool = False) -> Iterator[None]:
         while True:
             f = held.enter_context(open(path, "wb"))
             try:
-                _lock(f, fcntl.LOCK_EX)
+                _lock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RunError(f"{folder}: another run is at work there; wait for it or end it, or use another `name`"
                                ) from None
@@ -77,9 +77,9 @@ def beside(folder: Path) -> Iterator[None]:
 
 
 def _lock(f: BinaryIO, how: int) -> None:
-    """flock, where the file system has locks. BlockingIOError where another process holds it."""
+    """flock, where the file system has locks."""
     try:
-        fcntl.flock(f, how | fcntl.LOCK_NB)
+        fcntl.flock(f, how)
     except BlockingIOError:
         raise
     except OSError as error:
