@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import V, load_target, write_target
 
-from data.backends.base import Fault, accept, restore_end
+from data.backends.base import Fault, Losses, accept, restore_end
 from data.backends.client import LONGEST_BACKOFF, Pace, backoff, retry_after
 from data.backends.server import FROM_TEXT, ServerBackend, widest_gap
-from data.backends.units import Unit, answer_unit
+from data.backends.units import Unit, make_unit, stored_unit
 from data.backends.wire import completion_body
 from data.generate import Answer, Generator, Request
 from data.sampling import Sampling
@@ -57,7 +57,8 @@ def section(server: FakeServer, **changes) -> Generation:
 
 
 def ask(server: FakeServer, target: Target, asked: list[Request], folder: Path, allowed: int = 0, **changes) -> Unit:
-    return answer_unit(ServerBackend(section(server, **changes), target), folder / "0.json", asked, LIMIT, allowed)
+    path, backend = folder / "0.json", ServerBackend(section(server, **changes), target)
+    return stored_unit(path, asked) or make_unit(backend, path, asked, LIMIT, Losses(allowed))
 
 
 @pytest.mark.parametrize("kind, manner, ignores", [

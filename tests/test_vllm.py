@@ -9,8 +9,9 @@ import pytest
 import torch
 from tiny import chat_tokenizer, conversations, llama, load_target
 
+from data.backends.base import Losses
 from data.backends.server import ServerBackend
-from data.backends.units import answer_unit
+from data.backends.units import make_unit
 from data.capture import capture
 from data.compare import NOISE, compare
 from data.generate import Generator, Request
@@ -76,7 +77,7 @@ def test_vllm_server_gives_the_targets_own_greedy_answers(folder, tmp_path):
             pytest.fail("vLLM ended: " + "".join(seen[-20:]))
         server = Server(f"http://127.0.0.1:{PORT}", "tiny", concurrency=4)
         backend = ServerBackend(Generation(backend="openai", server=server), target)
-        unit = answer_unit(backend, tmp_path / "0.json", requests(), LIMIT, 0)
+        unit = make_unit(backend, tmp_path / "0.json", requests(), LIMIT, Losses(0))
     finally:
         process.terminate()
         process.communicate()

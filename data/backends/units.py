@@ -82,11 +82,6 @@ def make_unit(backend: Backend, path: Path, requests: list[Request], max_tokens:
     return unit
 
 
-def answer_unit(backend: Backend, path: Path, requests: list[Request], max_tokens: int, allowed: int) -> Unit:
-    """The unit of these requests, read or made. At most `allowed` rows may be lost. Raises as `make_unit`."""
-    return stored_unit(path, requests) or make_unit(backend, path, requests, max_tokens, Losses(allowed))
-
-
 class Units:
     """All units of a trace run, made by its ranks together.
 
