@@ -85,6 +85,7 @@ def preview(recipe: Recipe, make: Callable[[Recipe], Stages], console: Console |
         seconds = prompting / max(1, sum(p.own for p in intake.prompts)) * wanted
         estimate.synthesis = seconds * UNIT / max(UNIT, min(recipe.generation.batch_size, wanted)), seconds
     estimate.warnings += warnings(recipe, estimate)
+    intake.dropped.update(answering.counts)
     show(console, stages.target.tokenizer, shown, intake, estimate, free_bytes(recipe))
     return estimate
 

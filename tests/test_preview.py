@@ -117,6 +117,18 @@ def test_nothing_is_left_and_nothing_is_changed(tmp_path, small, monkeypatch):
     assert trace(recipe, "--preview", "--generation.seed", "7") == 0 and files(tmp_path / "runs") == with_preview
 
 
+def test_prompts_without_a_given_answer_are_counted(tmp_path, model):
+    """generation.answers: keep, and two prompts are token ids without an answer: said among the dropped ones."""
+    sections = conversations(tmp_path / "c.jsonl")
+    with open(tmp_path / "c.jsonl", "a") as f:
+        for text in ("name three birds that never fly", "why does the sea look green at noon"):
+            f.write(json.dumps({"id": text, "input_ids": chat_tokenizer()(text)["input_ids"]}) + "\n")
+    sections["generation"] = {"max_tokens": 8, "batch_size": 3, "answers": "keep"}
+    sections["prompts"]["validation"] = 0
+    _, text = look(recipe_for(tmp_path, model, **sections))
+    assert "'token ids without a given answer': 2" in text
+
+
 def test_synthesis_is_sampled_by_a_handful(tmp_path, small):
     """Of 5000 prompts that the target shall write, a few are written; tokens and size are scaled to all of them."""
     recipe = recipe_for(tmp_path, small, prompts={"sources": [{"kind": "synthesis", "count": 5000}], "validation": 3})
