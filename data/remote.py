@@ -144,7 +144,11 @@ class Remote:
         if here is not None and "settings.json" in small:
             with self.reached("settings.json"):
                 there = parsed(self.fs.cat_file(f"{self.root}/settings.json"))
-            changed = difference(explicit(here), explicit(there or {}))
+            if there is None:
+                raise RunError(f"{self.url}/settings.json: is not the JSON object that it was written as, so what is "
+                               f"there cannot be known; put {self.folder / 'settings.json'} in its place, or use "
+                               "another trace.url")
+            changed = difference(explicit(here), explicit(there))
             if changed:
                 raise ConfigError(f"{self.folder}: holds traces of other settings than {self.url}: {changed}; delete "
                                   "that folder, or use another `name`")

@@ -325,6 +325,17 @@ def test_traces_of_other_settings_behind_the_url_are_refused(base, memory, capsy
     assert objects(fs, "/store/traces") == content_of(local(base))
 
 
+def test_torn_settings_behind_the_url_are_named(base, memory, capsys):
+    """settings.json that is no JSON object: its URL and what to do, exit code 1; nothing there is changed (case 35)."""
+    url, fs = memory
+    fill(base, fs, url.removeprefix("memory:/"))
+    fs.pipe_file(f"{url}/settings.json", b'{"torn": ')
+    before = objects(fs, url.removeprefix("memory:/"))
+    assert call(TRACE, base, "--trace.url", url) == 1
+    assert f"{url}/settings.json: is not the JSON object" in capsys.readouterr().err
+    assert objects(fs, url.removeprefix("memory:/")) == before
+
+
 def test_limit_below_a_shard_is_refused(base, memory, tmp_path):
     """trace.cache_gb must hold one shard; the message says how much (case 14)."""
     fill(base, memory[1], "/store/traces")
