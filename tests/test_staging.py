@@ -239,6 +239,20 @@ def test_disk_that_cannot_hold_the_prompts_is_refused_before_an_answer(world, tm
     assert not list(traces.glob("answers/*")) and not (traces / "staged").exists()
 
 
+def test_room_for_waiting_states_is_that_of_the_dtype_they_wait_in(world, tmp_path, monkeypatch):  # noqa: F811
+    """States of an 8-bit store wait in float32 until their shard is written: so much room is asked for before the
+    first answer (case 14)."""
+    asked: dict[str, float] = {}
+    for dtype in ("float32", "int8"):
+        (tmp_path / dtype).mkdir()
+        recipe, _ = fresh(tmp_path / dtype, world, trace={"dtype": dtype})
+        with monkeypatch.context() as patch:
+            patch.setattr(collect.Collector, "check_room",
+                          lambda self, needed, dtype=dtype: asked.setdefault(dtype, needed))
+            assert trace(recipe) == 0
+    assert asked["int8"] == asked["float32"] > 0
+
+
 def test_part_that_cannot_be_written_stops_the_run_with_one_message(world, tmp_path, capsys, monkeypatch):  # noqa: F811
     """A disk that fills up while answers are decoded: exit code 1, the path, what to do; with room again it goes on
     (case 14)."""
