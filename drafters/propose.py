@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafters.base import Draft, take
 from drafters.cache import RowStore
+from drafters.chain_attention import chain_attention, parts_of
 
 
 class Memory(Protocol):
@@ -56,41 +57,34 @@ class UnrollMemory:
     The first write holds the whole sequence, every later one the next key of each chain.
     """
 
-    def __init__(self, at: Tensor) -> None:
-        """`at` [B, P]: the positions at which the chains start."""
-        self.at = at
+    def __init__(self, at: Tensor, starts: Tensor | None = None) -> None:
+        """`at` [B, P]: the positions at which the chains start; `starts` [B, P]: the first one that each may see, where
+        conversations are packed end to end (None: 0)."""
+        self.at, self.starts = at, torch.zeros_like(at) if starts is None else starts
+        self.parts = parts_of(self.starts, self.at)
         self.block: tuple[Tensor, Tensor] | None = None
         self.own: list[tuple[Tensor, Tensor]] = []
 
     def go_on(self, going: Tensor) -> None:
         """Only these of the P chains go on, [B, P']."""
-        self.at = take(self.at, going)
-        self.mask()
+        self.at, self.starts = take(self.at, going), take(self.starts, going)
+        self.parts = parts_of(self.starts, self.at)
         self.own = [tuple(take(part.transpose(1, 2), going).transpose(1, 2) for part in pair) for pair in self.own]
 
-    def mask(self) -> None:
-        columns = torch.arange(self.block[0].shape[2], device=self.at.device)
-        self.hidden = columns[None, None, :] > self.at[:, :, None]  # [B, P, S]
-
     def write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        pair = keys.transpose(1, 2), values.transpose(1, 2)  # [B, nkv, S, hd], later [B, nkv, P, hd]
         if self.block is None:
-            self.block = keys.transpose(1, 2), values.transpose(1, 2)  # [B, nkv, S, hd]
-            self.mask()
+            self.block = pair
         else:
-            self.own.append((keys.transpose(1, 2), values.transpose(1, 2)))  # [B, nkv, P, hd]
+            self.own.append(pair)
 
     def attend(self, queries: Tensor, positions: Tensor) -> Tensor:
         keys, values = self.block
         B, P, heads, hd = queries.shape
-        nkv, S = keys.shape[1], keys.shape[2]
+        nkv = keys.shape[1]
         q = queries.reshape(B, P, nkv, heads // nkv, hd).permute(0, 2, 3, 1, 4) * hd**-0.5  # [B, nkv, g, P, hd]
-        scores = (q.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (-1, P))  # [B, nkv, g, P, S]
-        scores = scores.masked_fill(self.hidden[:, None, None], -torch.inf)
-        own = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in self.own]  # each [B, nkv, g, P, 1]
-        weights = torch.cat([scores, *own], dim=-1).float().softmax(-1).to(q.dtype)
-        out = (weights[..., :S].flatten(2, 3) @ values).unflatten(2, (-1, P))
-        for j, (_, v) in enumerate(self.own):
-            out = out + weights[..., S + j, None] * v[:, :, None]
+        own = [torch.stack(part) for part in zip(*self.own)] or [keys.new_empty(0, B, nkv, P, hd)] * 2
+        out = chain_attention(q, keys, values, *own, self.starts, self.at, self.parts)
         return out.permute(0, 3, 1, 2, 4).reshape(B, P, heads * hd)
 
 
