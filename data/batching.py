@@ -11,17 +11,21 @@ from drafters.base import Batch
 
 
 def collate(rows: list[TraceRow]) -> Batch:
-    """Pads rows at the end: turn 0 and zero states, so padding never carries loss."""
-    B, S = len(rows), max(len(r.ids) for r in rows)
-    batch = Batch(torch.zeros(B, S, dtype=torch.long), torch.zeros(B, S, dtype=torch.long),
-                  torch.zeros(B, S, rows[0].taps.shape[1]), torch.zeros(B, S, rows[0].final.shape[1]))
-    for b, row in enumerate(rows):
-        length = len(row.ids)
-        batch.ids[b, :length] = row.ids
-        batch.turns[b, :length] = row.turns
-        batch.taps[b, :length] = row.taps.float()
-        batch.final[b, row.final_at] = row.final.float()
-    return batch
+    """Packs conversations end to end into one row: nothing is padded, and none sees another.
+
+    The first token of each has turn 0, whatever its trace says: only a position before it could predict from it, and
+    that is another conversation's.
+    """
+    lengths = torch.tensor([len(row.ids) for row in rows])
+    begins = lengths.cumsum(0) - lengths
+    turns = torch.cat([row.turns for row in rows])
+    turns[begins] = 0
+    final = torch.zeros(int(lengths.sum()), rows[0].final.shape[1])
+    final[torch.cat([row.final_at + begin for row, begin in zip(rows, begins)])] = torch.cat(
+        [row.final.float() for row in rows])
+    ids, taps = torch.cat([row.ids for row in rows]), torch.cat([row.taps.float() for row in rows])
+    starts = begins.repeat_interleave(lengths)
+    return Batch(ids[None], turns[None], taps[None], final[None], starts[None])
 
 
 def epoch_order(rows: int, shards: Sequence[Hashable], mix: int, seed: int) -> list[int]:

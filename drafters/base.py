@@ -14,16 +14,24 @@ from torch import Tensor
 
 @dataclass
 class Batch:
-    """Traced rows padded at the end. Padding has turn 0, so it never carries loss."""
+    """Traced conversations, each in a row of its own or packed end to end. Padding has turn 0, so it never carries
+    loss; so has the first token of each packed conversation."""
 
     ids: Tensor  # [B, S] int64
     turns: Tensor  # [B, S] int64: turn whose tokens are supervised, 0 or less for none
     taps: Tensor  # [B, S, n*Ht]
     final: Tensor  # [B, S, Ht], zeros where the token that follows has no turn
+    starts: Tensor | None = None  # [B, S] int64: where the conversation of each position starts; None: at 0
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         return Batch(self.ids.to(device), self.turns.to(device), self.taps.to(device, dtype),
-                     self.final.to(device, dtype))
+                     self.final.to(device, dtype), None if self.starts is None else self.starts.to(device))
+
+    @property
+    def positions(self) -> Tensor:
+        """Place of each token in its own conversation, [B, S]."""
+        columns = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
+        return columns if self.starts is None else columns - self.starts
 
 
 def loss_mask(turns: Tensor, depth: int) -> Tensor:
@@ -53,7 +61,7 @@ def pack(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(carries: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A random `share` of each row's carrying positions: (index [B, p], weight [B, p]) into [B, P].
+    """A random `share` of each row's carrying positions, ascending: (index [B, p], weight [B, p]) into [B, P].
 
     A row of n keeps ceil(share * n), each with the same chance and the weight n / kept, so that a weighted sum over
     the kept ones is in expectation the sum over all. Padding has weight 0.
@@ -63,7 +71,8 @@ def draw(carries: Tensor, share: float, generator: torch.Generator) -> tuple[Ten
     chance = torch.rand(carries.shape, generator=generator).to(carries.device).masked_fill(~carries, -1.0)
     index = chance.argsort(dim=1, descending=True)[:, : max(int(kept.max()), 1)]
     real = torch.arange(index.shape[1], device=carries.device)[None] < kept[:, None]
-    return index, real * (counts / kept.clamp_min(1))[:, None]
+    order = index.masked_fill(~real, carries.shape[1]).argsort(dim=1, stable=True)  # neighbours stay neighbours
+    return index.gather(1, order), real * (counts / kept.clamp_min(1))[:, None]
 
 
 def take(values: Tensor, at: Tensor) -> Tensor:

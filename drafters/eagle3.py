@@ -17,11 +17,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from drafters import vocab
-from drafters.base import Batch, LossOutput, draw, loss_mask, pack, take
+from drafters.base import Batch, LossOutput, loss_mask, take
+from drafters.head_loss import DraftHead
 from drafters.layers import GatedMLP, RMSNorm, Shape
-from drafters.losses import feature_distance, soft_cross_entropy, step_weights
 from drafters.placement import weight_of
 from drafters.propose import ChainSession, UnrollMemory, unroll
+from drafters.unrolled import Aim, Chains, gather, unrolled_loss
 from recipes.errors import ConfigError
 from recipes.schema import opt
 
@@ -36,8 +37,16 @@ class Options:
     depth: PositiveInt = opt(3, "K: unrolled steps of the training-time test")
     first_depth: PositiveInt = opt(1, "unrolled steps at the start of the run")
     deepen_at: float = opt(0.25, "share of the run after which all `depth` steps are unrolled")
+    deepen: list[tuple[Share, PositiveInt]] = opt([], "further pairs of a share of the run and the steps unrolled from "
+                                                      "there on, e.g. [[0.6, 5], [0.8, 7]]")
     depth_share: Share = opt(1.0, "share of the chains that goes on from each step, at random")
+    loss: Literal["kl", "reverse_kl", "tv", "lk"] = opt("kl", "divergence from the target, or its acceptance: tv, and "
+                                                              "lk, which goes from kl to tv as acceptance grows")
+    labels: Literal["distribution", "greedy", "token"] = opt(
+        "distribution", "what teaches: the target's distribution, its first choice, or the token that the trace has")
+    lk_eta: NonNegativeFloat = opt(3.0, "lk: the share of kl is exp(-lk_eta * acceptance)")
     step_decay: PositiveFloat = opt(0.8, "weight of step k is step_decay^k")
+    step_weights: Literal["fixed", "prefix"] = opt("fixed", "prefix: times the acceptance of the chain's earlier steps")
     start: Literal["target_layer", "random"] = opt("target_layer", "copy the target's last layer, or start at random")
     outside_vocabulary: Literal["keep", "drop"] = opt("keep", "loss where the target's token is not in D")
     hidden_noise: NonNegativeFloat = opt(0.0, "standard deviation of noise on the fused states, relative to their own")
@@ -47,6 +56,13 @@ class Options:
     feedback: Literal["pre_norm", "post_norm"] = opt("pre_norm", "state fed to the next step (post_norm: vLLM only)")
     norm_before_residual: bool = opt(False, "residual takes the normed state")
     intermediate_size: NonNegativeInt = opt(0, "MLP width; 0 is the target's")
+
+    def __post_init__(self) -> None:
+        shares = [self.deepen_at, *(share for share, _ in self.deepen)]
+        if shares != sorted(shares):
+            raise ValueError(f"the shares of deepen_at and deepen must rise: {shares}")
+        if self.loss == "reverse_kl" and self.labels != "distribution":
+            raise ValueError(f"reverse_kl is infinite by labels: {self.labels}; use labels: distribution, or loss: kl")
 
 
 class Attention(nn.Module):
@@ -90,7 +106,7 @@ class Eagle3(nn.Module):
         self.fc = nn.Linear(len(layers) * shape.target_hidden_size, shape.hidden_size, bias=False)
         self.midlayer = MidLayer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        self.lm_head = DraftHead(shape.hidden_size, shape.draft_vocab_size)
         self.lm_head.weight.requires_grad_(options.train_head)
         rope = LlamaConfig(hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
                            head_dim=shape.head_dim, max_position_embeddings=shape.max_position_embeddings,
@@ -101,6 +117,8 @@ class Eagle3(nn.Module):
             self.register_buffer(name, value, persistent=False)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("teacher_head", teacher_head[ids], persistent=False)
+        wants_all = Aim.wants_all(options.loss, options.labels, options.step_weights == "prefix")
+        self.register_buffer("full_head", teacher_head if wants_all else None, persistent=False)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "Eagle3":
         """Moves and casts as usual, except that rotary frequencies stay float32, as engines keep them."""
@@ -159,61 +177,28 @@ class Eagle3(nn.Module):
 
     def depth_at(self, progress: float) -> int:
         """Unrolled steps at this share of the run."""
-        deep = progress >= self.options.deepen_at
-        return self.options.depth if deep else min(self.options.first_depth, self.options.depth)
+        o = self.options
+        stages = [(0.0, min(o.first_depth, o.depth)), (o.deepen_at, o.depth), *o.deepen]
+        return [steps for share, steps in stages if progress >= share][-1]
 
     def forward(self, batch: Batch, progress: float = 1.0, seed: int = 0) -> LossOutput:
-        """Loss of the training-time test: at depth k the chain of t predicts x[t+2+k], taught by the target at t+1+k.
+        """Loss of the training-time test (drafters/unrolled.py). Only positions that carry loss get queries, MLP and
+        head; the rest lend their step-0 keys."""
+        depth = self.depth_at(progress)
+        chains = Chains(batch, self.options.depth_share, seed + 1)
+        unrolled = unroll(self, self.noisy(self.fuse(batch.taps), seed), F.pad(batch.ids[:, 1:], (0, 1)),
+                          batch.positions, UnrollMemory(chains.at, chains.starts()), depth,
+                          choose=lambda k, output: chains.token(k), select=chains.at,
+                          thin=chains.thin if self.options.depth_share < 1 else None)
+        steps = gather(chains, unrolled)
+        return unrolled_loss(steps, self.norm(steps.outputs), self.lm_head, self.aim(), batch.final,
+                             self.options.feature_loss)
 
-        Only positions that carry loss get queries, MLP and head; the rest lend their step-0 keys. With depth_share < 1
-        a random share of the chains goes on from each step, weighted up, so the loss stays the same in expectation.
-        """
-        depth, S = self.depth_at(progress), batch.ids.shape[1]
-        at, valid = pack(loss_mask(batch.turns, 0))
-
-        def ahead(k: int) -> Tensor:
-            return (at + k).clamp(max=S - 1)
-
-        generator = torch.Generator().manual_seed(seed + 1)
-        scale = valid.float()  # [B, P] weight of each chain
-
-        def thin(k: int) -> Tensor:
-            nonlocal at, valid, scale
-            index, weight = draw(loss_mask(batch.turns, k).gather(1, at) & valid, self.options.depth_share, generator)
-            at, valid, scale = at.gather(1, index), weight > 0, scale.gather(1, index) * weight
-            return index
-
-        state = self.noisy(self.fuse(batch.taps), seed)
-        following = F.pad(batch.ids[:, 1:], (0, 1))
-        positions = torch.arange(S, device=at.device).expand_as(batch.ids)
-        steps = unroll(self, state, following, positions, UnrollMemory(at), depth,
-                       choose=lambda k, output: batch.ids.gather(1, ahead(k + 2)), select=at,
-                       thin=thin if self.options.depth_share < 1 else None)
-        outputs, labels, teachers, scales, counts = [], [], [], [], []
-        rows = torch.arange(len(at), device=at.device)[:, None] * S
-        for k, (output, weight) in enumerate(zip(steps, step_weights(depth, self.options.step_decay))):
-            carries = loss_mask(batch.turns, k).gather(1, at) & valid
-            outputs.append(output[carries])
-            labels.append(batch.ids.gather(1, ahead(k + 2))[carries])
-            teachers.append((rows + ahead(k + 1))[carries])
-            scales.append(weight * scale[carries])
-            counts.append(carries.sum())
-        # One head product for all depths: its weight's gradient is computed and added up once.
-        label, taught, weight = torch.cat(labels), torch.cat(teachers), torch.cat(scales)  # [N]
-        normed = self.norm(torch.cat(outputs))  # [N, H]
-        logits = self.lm_head(normed)  # [N, D]
-        at_once, which = taught.unique(return_inverse=True)  # a state teaches up to `depth` chains
-        final = batch.final.flatten(0, 1)[at_once]
-        per_position = soft_cross_entropy(logits, F.linear(final, self.teacher_head).float().softmax(-1)[which])
-        if self.options.outside_vocabulary == "drop":
-            per_position = per_position * self.t2d[label]
-        loss = (weight * per_position).sum()
-        if self.options.feature_loss:
-            loss = loss + self.options.feature_loss * (weight * feature_distance(normed, final[which])).sum()
-        hits = self.draft_ids[logits.detach().argmax(-1)] == label
-        sizes = [len(part) for part in labels]
-        return LossOutput(loss, torch.stack([part.sum() for part in per_position.detach().split(sizes)]),
-                          torch.stack([part.sum() for part in hits.split(sizes)]), torch.stack(counts))
+    def aim(self) -> Aim:
+        """What the options say a step learns."""
+        o = self.options
+        return Aim(o.loss, o.labels, o.step_decay, o.step_weights == "prefix", o.lk_eta,
+                   o.outside_vocabulary == "drop", self.draft_ids, self.t2d, self.teacher_head, self.full_head)
 
     def noisy(self, state: Tensor, seed: int) -> Tensor:
         """Adds seeded Gaussian noise to the fused states, scaled by each position's own spread."""
@@ -226,14 +211,14 @@ class Eagle3(nn.Module):
     @torch.no_grad()
     def chains(self, batch: Batch, K: int) -> tuple[Tensor, Tensor, Tensor]:
         """Greedy drafts from every position that can start one: tokens [B, P, K], at [B, P], valid [B, P]."""
-        at, valid = pack(loss_mask(batch.turns, 0))
-        positions = torch.arange(batch.ids.shape[1], device=at.device).expand_as(batch.ids)
+        chains = Chains(batch, 1.0, 0)
         drafted: list[Tensor] = []
-        steps = unroll(self, self.fuse(batch.taps), F.pad(batch.ids[:, 1:], (0, 1)), positions, UnrollMemory(at), K,
-                       choose=lambda k, output: drafted[-1], select=at)
+        steps = unroll(self, self.fuse(batch.taps), F.pad(batch.ids[:, 1:], (0, 1)), batch.positions,
+                       UnrollMemory(chains.at, chains.starts()), K, choose=lambda k, output: drafted[-1],
+                       select=chains.at)
         for output in steps:
             drafted.append(self.draft_ids[self.logits(output).argmax(-1)])
-        return torch.stack(drafted, dim=-1), at, valid
+        return torch.stack(drafted, dim=-1), chains.at, chains.valid
 
     # --- decoding ---
 

@@ -3,6 +3,7 @@
 Shares no code with drafters/: norms, rotary embedding, attention and loss are written out from eagle3's paper.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from data.chat import loss_positions
 from drafters.base import Batch
-from drafters.eagle3 import Eagle3
+from drafters.eagle3 import Eagle3, Options
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -90,6 +91,26 @@ class SlowEagle3:
         return self.weight("lm_head") @ self.norm(output, "norm")
 
 
+def step_loss(options: Options, log_q: Tensor, head: Tensor, final: Tensor, draft_ids: list[int], label: int
+              ) -> tuple[Tensor, float]:
+    """One step's loss and how much of it the target would accept, from the definitions: log_q [D], head [V, Ht]."""
+    scores = head @ final
+    full = scores.softmax(-1)
+    q = {token: log_q[i].exp() for i, token in enumerate(draft_ids)}
+    if options.labels != "distribution":
+        token = int(scores.argmax()) if options.labels == "greedy" else label
+        full = torch.zeros_like(full)
+        full[token] = 1.0
+    accepted = sum((torch.minimum(full[token], q[token]) for token in draft_ids), torch.zeros(()).double())
+    mass = full[draft_ids].sum()
+    inside = full[draft_ids] / mass if mass > 0 else full[draft_ids]
+    divergence = -(inside * log_q).sum()
+    if options.loss == "reverse_kl":
+        divergence = sum(q[token] * (q[token].log() - inside[i].log()) for i, token in enumerate(draft_ids))
+    share = {"kl": 1.0, "reverse_kl": 1.0, "tv": 0.0, "lk": math.exp(-options.lk_eta * accepted.item())}[options.loss]
+    return share * divergence + (1 - share) * (1 - accepted), accepted.item()
+
+
 def slow_loss(drafter: Eagle3, batch: Batch, head: Tensor) -> tuple[Tensor, list[float], list[int], list[int]]:
     """(weighted sum, then per depth: loss sum, hits, positions); head [V, Ht] is the target's own."""
     slow, depth, options = SlowEagle3(drafter), drafter.options.depth, drafter.options
@@ -99,18 +120,18 @@ def slow_loss(drafter: Eagle3, batch: Batch, head: Tensor) -> tuple[Tensor, list
         ids, turns = batch.ids[b].tolist(), batch.turns[b].tolist()
         for t in loss_positions(turns, 0):
             deep = [k for k in range(depth) if t in loss_positions(turns, k)]
+            reached = 1.0
             for k, output in zip(deep, slow.chain(ids, batch.taps[b], t, [ids[t + 1 + k] for k in deep])):
-                log_q = slow.logits(output).log_softmax(-1)
-                teacher = (head[draft_ids] @ batch.final[b, t + 1 + k]).softmax(-1)
-                label = ids[t + 2 + k]
-                loss = -(teacher * log_q).sum()
+                log_q, final, label = slow.logits(output).log_softmax(-1), batch.final[b, t + 1 + k], ids[t + 2 + k]
+                loss, accepted = step_loss(options, log_q, head, final, draft_ids, label)
                 if options.outside_vocabulary == "drop" and label not in draft_ids:
                     loss = loss * 0
-                total = total + options.step_decay**k * loss
+                weight = options.step_decay**k * (reached if options.step_weights == "prefix" else 1.0)
+                reached *= accepted
+                total = total + weight * loss
                 if options.feature_loss:
-                    goal = batch.final[b, t + 1 + k]
-                    gap = (slow.norm(output, "norm") - goal).square().sum() / goal.square().sum()
-                    total = total + options.step_decay**k * options.feature_loss * gap
+                    gap = (slow.norm(output, "norm") - final).square().sum() / final.square().sum()
+                    total = total + weight * options.feature_loss * gap
                 losses[k] += loss.item()
                 hits[k] += draft_ids[int(log_q.argmax())] == label
                 counts[k] += 1

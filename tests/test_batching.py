@@ -97,16 +97,20 @@ def test_run_resumed_at_any_step_reads_the_same_rows(plan, count, start):
 
 
 def row(ids: list[int], turns: list[int], fill: float) -> TraceRow:
-    finals = sum(t > 0 for t in turns[1:])
+    finals = sum(t != 0 for t in turns[1:])
     return TraceRow("r", "train", torch.tensor(ids), torch.tensor(turns), torch.full((len(ids), 6), fill),
                     torch.full((finals, 2), fill), [])
 
 
 def test_collate_by_hand():
-    """Padding at the end with turn 0 and zero states; finals stand where the next token is supervised."""
-    batch = collate([row([5, 6, 7], [0, 1, 1], 1.0), row([8, 9, 10, 11, 12], [0, 0, 1, 1, 1], 2.0)])
-    assert batch.ids.tolist() == [[5, 6, 7, 0, 0], [8, 9, 10, 11, 12]]
-    assert batch.turns.tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]]
-    assert batch.taps[:, :, 0].tolist() == [[1, 1, 1, 0, 0], [2, 2, 2, 2, 2]]
-    assert batch.final[:, :, 1].tolist() == [[1, 1, 0, 0, 0], [0, 2, 2, 2, 0]]
-    assert loss_mask(batch.turns, 0).tolist() == [[True, False, False, False, False], [False, True, True, False, False]]
+    """Rows end to end, with where each starts; finals stand where the next token has a turn; nothing is predicted over
+    a border, even where a turn ends on one side and begins on the other."""
+    batch = collate([row([5, 6, 7], [0, 1, 1], 1.0), row([8, 9, 10, 11, 12], [1, 1, 0, 2, 2], 2.0),
+                     row([13, 14], [-1, -1], 3.0)])
+    assert batch.ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]
+    assert batch.turns.tolist() == [[0, 1, 1, 0, 1, 0, 2, 2, 0, -1]]
+    assert batch.taps[0, :, 0].tolist() == [1] * 3 + [2] * 5 + [3] * 2
+    assert batch.final[0, :, 1].tolist() == [1, 1, 0, 2, 0, 2, 2, 0, 3, 0]
+    assert batch.starts.tolist() == [[0, 0, 0, 3, 3, 3, 3, 3, 8, 8]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 0, 1]]
+    assert loss_mask(batch.turns, 0)[0].nonzero()[:, 0].tolist() == [0, 5]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.chat import loss_positions
+from drafters import unrolled
 from drafters.base import Batch, LossOutput, draw, loss_mask, pack
 from drafters.eagle3 import Eagle3, Options, Shape
 from drafters.propose import UnrollMemory, unroll
@@ -14,6 +15,7 @@ from recipes.errors import ConfigError
 
 V, H, D, K = 40, 16, 12, 4
 IDS = torch.tensor([2, 3, 5, 6, 9, 14, 15, 20, 21, 30, 33, 39])
+HEAD = torch.randn(V, H, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 TURNS = [
     [0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2],  # two turns, the second to the row's end
     [0, 1, 1, 1, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0],  # a turn of one token carries nothing
@@ -33,7 +35,7 @@ def drafter_with(**options) -> Eagle3:
     torch.manual_seed(0)
     shape = Shape(H, H, 24, 4, 2, 4, 1e-5, "silu", V, D, 64, {"rope_theta": 16.0, "rope_type": "default"}, 6)
     built = Eagle3(Options(**{"draft_vocab_size": D, "depth": K, "deepen_at": 0.0, **options}), shape, [1, 2, 3], IDS,
-                   torch.randn(V, H, dtype=torch.float64), torch.randn(V, H, dtype=torch.float64)).double()
+                   torch.randn(V, H, dtype=torch.float64), HEAD).double()
     with torch.no_grad():
         for weight in built.parameters():
             weight.copy_(torch.randn_like(weight) * (0.2 if weight.dim() == 2 else 1.0))
@@ -55,6 +57,10 @@ def batch_of(turns: list[list[int]], seed: int = 1) -> Batch:
     return batch
 
 
+def tensors(batch: Batch) -> list[torch.Tensor]:
+    return [batch.ids, batch.turns, batch.taps, batch.final]
+
+
 def run(drafter: Eagle3, batch: Batch) -> tuple[LossOutput, list[torch.Tensor]]:
     out = drafter(batch)
     return out, torch.autograd.grad(out.loss_sum, [p for p in drafter.parameters() if p.requires_grad])
@@ -68,12 +74,15 @@ def same(ours: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("options", [
     {}, {"outside_vocabulary": "drop"}, {"tap_norms": True}, {"feedback": "post_norm"}, {"norm_before_residual": True},
     {"train_head": False, "step_decay": 0.5}, {"feature_loss": 0.3}, {"depth": 1},
+    {"loss": "reverse_kl"}, {"loss": "tv"}, {"loss": "lk", "lk_eta": 2.0}, {"labels": "greedy"}, {"labels": "token"},
+    {"loss": "tv", "labels": "greedy"}, {"loss": "lk", "labels": "token", "outside_vocabulary": "drop"},
+    {"step_weights": "prefix"}, {"step_weights": "prefix", "labels": "token", "feature_loss": 0.3},
 ])
-def test_loss_and_gradients_equal_the_slow_reference(options):
+def test_loss_and_gradients_equal_the_slow_reference(options, monkeypatch):
     """Case 31: loss, hits and positions of each depth and every gradient equal those of separately built chains."""
+    monkeypatch.setattr(unrolled, "LOGITS", {"cpu": 5 * 4 * D})  # parts of five steps
     drafter, batch = drafter_with(**options), batch_of(TURNS)
-    teacher_head = torch.zeros(V, H, dtype=torch.float64).index_copy(0, IDS, drafter.teacher_head)
-    total, losses, hits, counts = slow_loss(drafter, batch, teacher_head)
+    total, losses, hits, counts = slow_loss(drafter, batch, HEAD)
     expected = torch.autograd.grad(total, [p for p in drafter.parameters() if p.requires_grad])
     out, gradients = run(drafter, batch)
     same([out.loss_sum, *gradients], [total, *expected])
@@ -137,12 +146,37 @@ def test_padding_and_batch_composition_change_nothing():
     parts = []
     for b, row in enumerate(TURNS):
         n = len(row)
-        parts.append(run(drafter, Batch(*(x[b : b + 1, :n] for x in vars(whole).values()))))
+        parts.append(run(drafter, Batch(*(x[b : b + 1, :n] for x in tensors(whole)))))
     same([out.loss_sum, *gradients], [sum(p.loss_sum for p, _ in parts), *map(sum, zip(*(g for _, g in parts)))])
     same([out.depth_loss], [sum(p.depth_loss for p, _ in parts)])
     order = torch.tensor([2, 0, 3, 1])
-    again, shuffled = run(drafter, Batch(*(x[order] for x in vars(whole).values())))
+    again, shuffled = run(drafter, Batch(*(x[order] for x in tensors(whole))))
     same([again.loss_sum, *shuffled], [out.loss_sum, *gradients])
+
+
+def packed(batch: Batch, turns: list[list[int]]) -> Batch:
+    """The rows of batch_of(turns) end to end."""
+    parts = [[x[b, : len(row)] for b, row in enumerate(turns)] for x in tensors(batch)]
+    starts = [torch.full((len(row),), sum(map(len, turns[:b]))) for b, row in enumerate(turns)]
+    return Batch(*(torch.cat(part)[None] for part in [*parts, starts]))
+
+
+def test_packed_conversations_are_those_apart():
+    """Case 67: rows packed end to end have the loss, gradients and drafts of rows apart; every position that carries
+    loss there carries it here."""
+    turns = [row for row in TURNS if any(row)] + [[0, 0, 1, 1, 1, 1, 1, 1]]
+    drafter, apart = drafter_with(), batch_of(turns)
+    expected, gradients = run(drafter, apart)
+    batch = packed(apart, turns)
+    out, ours = run(drafter, batch)
+    same([out.loss_sum, out.depth_loss, *ours], [expected.loss_sum, expected.depth_loss, *gradients])
+    assert out.depth_count.tolist() == expected.depth_count.tolist()
+    tokens, at, valid = drafter.chains(batch, K)
+    begins = torch.tensor([0, 14, 28, 37])
+    found = {int(t): row.tolist() for t, row in zip(at[0], tokens[0])}
+    tokens, at, valid = drafter.chains(apart, K)
+    assert valid.sum() == len(found) and found == {
+        int(begins[b] + t): row.tolist() for b in range(4) for t, row in zip(at[b][valid[b]], tokens[b][valid[b]])}
 
 
 def test_garbage_behind_the_loss_cannot_leak():
@@ -214,11 +248,15 @@ def test_chains_equal_the_slow_reference():
 
 
 def test_depth_grows_with_the_run():
-    """first_depth steps until deepen_at of the run, all of them afterwards."""
+    """first_depth steps until deepen_at of the run, `depth` afterwards, more where `deepen` says so."""
     drafter = drafter_with(depth=3, first_depth=2, deepen_at=0.5)
     assert [drafter.depth_at(x) for x in (0.0, 0.49, 0.5, 1.0)] == [2, 2, 3, 3]
     assert drafter_with(depth=1, first_depth=2, deepen_at=0.5).depth_at(0.0) == 1
     assert len(drafter(batch_of(TURNS), progress=0.1).depth_loss) == 2
+    later = drafter_with(depth=3, deepen_at=0.2, deepen=[(0.6, 5), (0.8, 7)])
+    assert [later.depth_at(x) for x in (0.0, 0.2, 0.59, 0.6, 0.8, 1.0)] == [1, 3, 3, 5, 7, 7]
+    with pytest.raises(ValueError, match="must rise"):
+        Options(deepen_at=0.5, deepen=[(0.4, 5)])
 
 
 def test_thinned_chains_give_the_whole_loss_on_average():
