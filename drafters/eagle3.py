@@ -237,9 +237,7 @@ class Eagle3(nn.Module):
 
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> Eagle3:
     """A fresh drafter for a loaded target (drafters.target.Target with taps): vocabulary, sizes, first weights."""
-    special = set(target.tokenizer.all_special_ids) | set(target.end_ids)
-    always = [t for t in special if 0 <= t < target.vocab_size]
-    ids = vocab.build(counts, options.draft_vocab_size, target.vocab_size, always)
+    ids = vocab.build(counts, options.draft_vocab_size, target.vocab_size, vocab.forced(target))
     torch.manual_seed(seed)
     drafter = Eagle3(options, Shape.from_target(target.config, options.draft_vocab_size,
                                                         options.intermediate_size), target.layers, ids,

@@ -1,6 +1,7 @@
 """Draft vocabulary: the target ids a drafter can propose, ascending. D draft ids, V target ids."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,12 @@ def build(counts: dict[int, int], size: int, vocab_size: int, always: Iterable[i
             raise ConfigError(f"token id {token} is outside the target's vocabulary of {vocab_size}")
         chosen.setdefault(token)
     return torch.tensor(sorted(chosen))
+
+
+def forced(target: Any) -> list[int]:
+    """Ids that every draft vocabulary of a loaded target has: special tokens and what ends a turn."""
+    special = set(target.tokenizer.all_special_ids) | set(target.end_ids)
+    return [t for t in special if 0 <= t < target.vocab_size]
 
 
 def maps(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

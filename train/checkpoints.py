@@ -69,9 +69,9 @@ def point_best(folder: Path, progress: Progress) -> None:
 
 
 def prune(folder: Path, keep: int, best_step: int) -> None:
-    """Deletes all but the last `keep` checkpoints and the best."""
+    """Deletes all but the last `keep` checkpoints, the best, and the drafter that the run started from (step 0)."""
     for step in steps_in(folder)[:-keep]:
-        if step != best_step:
+        if step not in (best_step, 0):
             shutil.rmtree(checkpoint.path_of(folder, step))
 
 

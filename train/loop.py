@@ -60,6 +60,9 @@ class Trainer:
         """Trains to the last step. SIGTERM saves at the next step and exits 143."""
         signal.signal(signal.SIGTERM, self.on_sigterm)
         self.model.train()
+        if self.settings.get("init_from") and not self.progress.curve:  # what every later validation is compared with
+            self.validate()
+            self.save()
         with self.display() as bar:
             task = bar.add_task("train", total=self.total, completed=self.progress.step, note="")
             while self.progress.step < self.total:

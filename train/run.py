@@ -13,8 +13,9 @@ from accelerate import Accelerator
 
 from data.batching import plan_for
 from data.reader import RowReader, open_rows, with_states
+from drafters.initial import begin
 from drafters.placement import on_one_process
-from drafters.registry import entry, options_of
+from drafters.registry import options_of
 from drafters.target import Target
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError
@@ -65,8 +66,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:
-    known = entry(recipe.drafter.kind)
-    options = options_of(recipe.drafter.kind, recipe.drafter.options)
+    options_of(recipe.drafter.kind, recipe.drafter.options)  # a wrong one is named before the target is loaded
     accelerator = start(recipe.train, None if recipe.train.tracker == "none" else recipe.train.tracker)
     folder = run_dir(recipe)
     rows = open_rows(recipe.trace, folder)
@@ -75,16 +75,20 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     check_user_turns(rows, recipe.train.user_turns)
     reader = with_states(rows, recipe.trace, folder, target)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
-    drafter = known.code.build(options, target, counts, recipe.train.seed)
+    begun = begin(recipe.drafter, target, counts, recipe.train.seed)
+    for note in begun.notes:
+        accelerator.print(note)
     origin = {"model": recipe.target.model, "fingerprint": target.fingerprint()}
     del target
     plan = plan_for(reader, recipe.train.batch_rows, accelerator.num_processes, recipe.train.accumulation,
                     recipe.train.seed, recipe.train.shuffle_shards)
     harmless = ("tracker", "log_every", "save_every", "keep")  # a resume may change what the weights do not depend on
     trained = {key: value for key, value in asdict(recipe.train).items() if key not in harmless}
-    settings = {"train": trained, "drafter": asdict(options), "traces": reader.manifest["key"]}
+    settings = {"train": trained, "drafter": asdict(begun.options), "traces": reader.manifest["key"]}
+    if begun.origin:
+        settings["init_from"] = begun.origin
     track(accelerator, recipe, folder)
-    trainer = Trainer(accelerator, drafter, reader, plan, recipe.train, folder / "checkpoints", origin, settings)
+    trainer = Trainer(accelerator, begun.drafter, reader, plan, recipe.train, folder / "checkpoints", origin, settings)
     with ExitStack() as held:
         if accelerator.is_main_process:
             trainer.folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +101,8 @@ def main(recipe: Recipe, switches: set[str]) -> None:
         write_json(folder / "checkpoints" / "curve.json", progress.curve)
         write_json(folder / "provenance.json", stamp(asdict(recipe)))
         print(f"trained: {progress.step} steps, {progress.tokens} tokens, {progress.skipped} steps without loss; "
-              f"best replayed acceptance length {progress.best_length:.3f} at step {progress.best_step}")
+              f"best replayed acceptance length {progress.best_length:.3f} at step {progress.best_step}"
+              + (f", {progress.curve[0]['mean_length']:.3f} before the first" if begun.origin else ""))
 
 
 COMMAND = Command("make train", "Trains a drafter on collected traces.", main)
