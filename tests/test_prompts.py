@@ -166,7 +166,8 @@ def test_training_prompts_that_come_with_the_recipes_are_none_of_the_evaluation(
     judged = evaluation_prompts("builtin")[0]
     keep = Filter(judged)
     folder = BUILTIN.parent.parent / "recipes"
-    found = [p for name in ("prompts.jsonl", "more_prompts.jsonl") for p in read_jsonl(folder / name)]
-    assert len(found) == len({p.id for p in found}) == 2676
+    names = ("prompts.jsonl", "more_prompts.jsonl", "code_prompts.jsonl")
+    found = [p for name in names for p in read_jsonl(folder / name)]
+    assert len(found) == len({p.id for p in found}) == 2676 + 193
     assert {keep.reason(p, 20, 4, 512) for p in found} == {None}
     assert max(keep.overlap(p) for p in found) == 0
