@@ -8,6 +8,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from drafters import checkpoint, vocab
 from drafters.export.foreign import STRUCTURE, Imported, from_native
 from drafters.export.speculators import from_speculators
+from drafters.layers import Shape
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, sha256_json
 
@@ -83,6 +85,9 @@ def own(meta: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Impor
     missing = sorted({"d2t", "t2d", "lm_head.weight"} - named.keys())
     if missing:
         raise ConfigError(f"{folder / checkpoint.WEIGHTS}: {', '.join(missing)} missing; restore the file")
+    differ = sorted({f.name for f in fields(Shape)} ^ meta["shape"].keys())
+    if differ:
+        raise ConfigError(f"{folder / checkpoint.META}: shape.{differ[0]} is missing or unknown; restore the file")
     options = {key: meta["options"][key] for key in STRUCTURE if key in meta["options"]}
     unsaid = {key: f"{checkpoint.META} has no options.{key}" for key in STRUCTURE if key not in options}
     d2t, t2d = named.pop("d2t"), named.pop("t2d")

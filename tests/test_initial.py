@@ -1,4 +1,4 @@
-"""What a run starts from: a drafter of every layout computes what it computed before, and what does not fit is named."""
+"""What a run starts from: a drafter of every layout computes what it did before, and what does not fit is named."""
 
 import json
 import os
@@ -11,10 +11,11 @@ from published import D, IDS, in_layers, maps, native, plain, speculators, weigh
 from safetensors.torch import load_file, save_file
 from tiny import LAYERS, H, L, V, call, conversations, load_target, write_recipe, write_target, write_traces
 
+from data.store import TraceReader
 from drafters import checkpoint, source
 from drafters.initial import begin, head_rows
 from eval.replay import replay
-from data.store import TraceReader
+from eval.report import plot_curve
 from recipes.errors import ConfigError
 from recipes.schema import Drafter
 from train import checkpoints
@@ -228,9 +229,15 @@ def test_checkpoint_of_another_target_of_the_same_shape_is_said(base, tmp_path):
     (folder / "drafter.json").write_text(json.dumps(meta))
     assert start(base, folder).notes[1:] == ["it was made for org/target, another target than this one: "
                                              "weights, template"]
-    meta["kind"] = "medusa"
-    (folder / "drafter.json").write_text(json.dumps(meta))
+    (folder / "drafter.json").write_text(json.dumps(meta | {"kind": "medusa"}))
     with pytest.raises(ConfigError, match="a drafter of kind medusa, but drafter.kind = eagle3"):
+        start(base, folder)
+    del meta["shape"]["head_dim"]
+    (folder / "drafter.json").write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match="drafter.json: shape.head_dim is missing"):
+        start(base, folder)
+    save_file({n: t for n, t in (weights() | maps()).items() if n != "d2t"}, folder / checkpoint.WEIGHTS)
+    with pytest.raises(ConfigError, match="drafter.safetensors: d2t missing"):
         start(base, folder)
 
 
@@ -337,7 +344,7 @@ def runs(base):
     return recipe, source_folder
 
 
-def test_run_that_starts_from_a_drafter_measures_it_first(base, runs, capsys):
+def test_run_that_starts_from_a_drafter_measures_it_first(base, runs):
     """The curve begins at step 0 with the source's own replayed acceptance, and step 0 stays beside the best and the
     last, so that `make eval` can compare (case 52); training has moved the weights since."""
     folder = base.folder / "runs" / "tiny" / "checkpoints"
@@ -346,6 +353,7 @@ def test_run_that_starts_from_a_drafter_measures_it_first(base, runs, capsys):
     drafter = begin(section(runs[1]), base.target, {}, 0).drafter
     counts = replay(drafter, reader, reader.split("validation"), 3, torch.device("cpu"), torch.float32)
     assert curve[0] | {"mean_length": counts.mean_length, "drafts": counts.drafts, "step": 0} == curve[0]
+    assert curve[0]["train_loss"] is None and "<svg" in plot_curve(curve)
     assert [row["step"] for row in curve] == [0, 4] and checkpoints.steps_in(folder)[0] == 0
     first = load_file(checkpoint.path_of(folder, 0) / checkpoint.WEIGHTS)
     assert torch.equal(first["norm.weight"], weights()["norm.weight"]) and torch.equal(first["d2t"], maps()["d2t"])

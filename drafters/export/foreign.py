@@ -19,6 +19,9 @@ from recipes.errors import ConfigError
 # `drafter.options` that a checkpoint fixes; the others say how it is trained.
 STRUCTURE = ("draft_vocab_size", "intermediate_size", *(option for option, _, _ in VARIANTS.values()))
 IDS = "eagle_aux_hidden_state_layer_ids"
+# Field of drafters.layers.Shape that a decoder config has under the same name.
+SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+         "draft_vocab_size", "rms_norm_eps", "max_position_embeddings")
 # What wrappers put in front of the names, and what does not belong to the drafter: frequencies follow from the
 # config, the verifier's head and norm are the target's own.
 PREFIXES = ("module.", "draft_model.", "model.")
@@ -112,11 +115,6 @@ def native_layers(config: dict[str, Any], inner: dict[str, Any]) -> tuple[list[i
         raise ConfigError(f"config.json: {IDS} = {top} names the states that enter layers, eagle_config.{IDS} = "
                           f"{output_of} must be one less each: correct the one that is wrong")
     return entering, name
-
-
-# Field of drafters.layers.Shape that a decoder config has under the same name.
-SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-         "draft_vocab_size", "rms_norm_eps", "max_position_embeddings")
 
 
 def assemble(layout: str, decoder: dict[str, Any], outer: dict[str, Any], tensors: dict[str, Tensor],
