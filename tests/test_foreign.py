@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published import D, IDS, OFFSETS, H, I, in_layers, maps, native, speculators, weights
+from published import IDS, OFFSETS, D, H, I, in_layers, maps, native, speculators, weights
 from tiny import LAYERS, V
 from tiny_drafter import ROPES, make_meta, make_state
 from tiny_drafter import H as OWN_H

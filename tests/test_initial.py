@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import constants
-from published import D, IDS, in_layers, maps, native, plain, speculators, weights, write
+from published import IDS, D, in_layers, maps, native, plain, speculators, weights, write
 from safetensors.torch import load_file, save_file
 from tiny import LAYERS, H, L, V, call, conversations, load_target, write_recipe, write_target, write_traces
 
