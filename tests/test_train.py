@@ -3,77 +3,39 @@
 import json
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from tiny import LAYERS, conversations, load_target, write_recipe, write_target, write_traces
+from tiny import conversations
+from tiny_trainer import make_trainer, moments, same, trained_parameters, trainer_base, weights
 
-from data.batching import collate, plan_for
+from data.batching import collate
 from data.capture import Conversation
-from data.store import TraceReader
 from drafters import checkpoint
 from drafters.base import Batch, loss_mask
-from drafters.registry import entry, options_of
 from eval.metrics import Acceptance
 from recipes.errors import ConfigError, RunError
-from recipes.loader import load_recipe
 from train import checkpoints, loop
-from train.launch import start
 from train.loop import Trainer
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A target, the traces of 12 + 3 rows, and a recipe."""
-    folder = tmp_path_factory.mktemp("train")
-    model = write_target(folder / "model")
     rows = conversations(12, 3)
     rows[4] = Conversation("one-token", "train", [5, 6, 7, 2], [0, 0, 0, 1], [], "stop")  # carries no loss
-    traces = write_traces(folder / "runs" / "tiny", model, rows)
-    return SimpleNamespace(recipe=write_recipe(folder / "r.yaml", model), reader=TraceReader(traces),
-                           target=load_target(model, "float32", LAYERS))
+    return trainer_base(tmp_path_factory.mktemp("train"), rows)
 
 
 @pytest.fixture
 def build(base, tmp_path):
     """Makes a Trainer as train/run.py does; settings override the recipe's."""
     handler = signal.getsignal(signal.SIGTERM)
-
-    def make(rows: list[int] | None = None, folder: str = "checkpoints", **overrides) -> Trainer:
-        flags = {name.replace("__", "."): str(value) for name, value in overrides.items()}
-        recipe = load_recipe(base.recipe, flags)
-        options = options_of("eagle3", recipe.drafter.options)
-        AcceleratorState._reset_state(True)
-        accelerator = start(recipe.train, None)
-        drafter = entry("eagle3").code.build(options, base.target, {i: 1 for i in range(3, 40)}, recipe.train.seed)
-        section = recipe.train
-        plan = plan_for(base.reader, section.batch_rows, 1, section.accumulation, section.seed)
-        if rows is not None:
-            plan = type(plan)(tuple(rows), tuple(map(base.reader.tokens, rows)), section.batch_rows, 1,
-                              section.accumulation, section.seed)
-        origin = {"model": "tiny", "fingerprint": base.target.fingerprint()}
-        settings = {"train": {"lr": section.lr, "epochs": section.epochs}, "traces": "tiny"}
-        return Trainer(accelerator, drafter, base.reader, plan, section, tmp_path / folder, origin, settings)
-
-    yield make
+    yield lambda rows=None, folder="checkpoints", **settings: make_trainer(base, tmp_path / folder, rows, **settings)
     signal.signal(signal.SIGTERM, handler)
     AcceleratorState._reset_state(True)
-
-
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.drafter.named_parameters()}
-
-
-def moments(trainer: Trainer) -> list[torch.Tensor]:
-    return [value.clone() for state in trainer.optimizer.state.values() for value in state.values()]
-
-
-def same(a, b) -> bool:
-    a, b = (list(x.values()) if isinstance(x, dict) else x for x in (a, b))
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 
 def test_loss_falls(build):
@@ -151,11 +113,6 @@ def test_signal_on_one_rank_waits_for_the_others(build, monkeypatch):
     with pytest.raises(SystemExit):
         trainer.run()
     assert checkpoints.steps_in(trainer.folder) == [4]
-
-
-def trained_parameters(drafter) -> dict[str, torch.Tensor]:
-    """What the optimizer should hold: exactly the drafter's trainable parameters (case 62)."""
-    return {name: p for name, p in drafter.named_parameters() if p.requires_grad}
 
 
 def gradient(trainer: Trainer, monkeypatch) -> dict[str, torch.Tensor]:

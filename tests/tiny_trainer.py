@@ -1,0 +1,62 @@
+"""A Trainer on a random target of six layers and a few hand-made rows, in this process."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from accelerate.state import AcceleratorState
+from tiny import LAYERS, conversations, load_target, write_recipe, write_target, write_traces
+
+from data.batching import plan_for
+from data.capture import Conversation
+from data.store import TraceReader
+from drafters.registry import entry, options_of
+from recipes.loader import load_recipe
+from train.launch import start
+from train.loop import Trainer
+
+
+def trainer_base(folder: Path, rows: list[Conversation] | None = None) -> SimpleNamespace:
+    """A target, its traces (of 12 + 3 rows by default), and a recipe."""
+    model = write_target(folder / "model")
+    traces = write_traces(folder / "runs" / "tiny", model, rows or conversations(12, 3))
+    return SimpleNamespace(recipe=write_recipe(folder / "r.yaml", model), reader=TraceReader(traces),
+                           target=load_target(model, "float32", LAYERS))
+
+
+def make_trainer(base: SimpleNamespace, folder: Path, rows: list[int] | None = None, **overrides) -> Trainer:
+    """A Trainer as train/run.py makes it, with its checkpoints in `folder`; settings (train__lr=1) override the
+    recipe's, `rows` are trained on instead of all."""
+    flags = {name.replace("__", "."): str(value) for name, value in overrides.items()}
+    recipe = load_recipe(base.recipe, flags)
+    options = options_of("eagle3", recipe.drafter.options)
+    AcceleratorState._reset_state(True)
+    accelerator = start(recipe.train, None)
+    drafter = entry("eagle3").code.build(options, base.target, {i: 1 for i in range(3, 40)}, recipe.train.seed)
+    section = recipe.train
+    plan = plan_for(base.reader, section.batch_rows, 1, section.accumulation, section.seed)
+    if rows is not None:
+        plan = type(plan)(tuple(rows), tuple(map(base.reader.tokens, rows)), section.batch_rows, 1,
+                          section.accumulation, section.seed)
+    origin = {"model": "tiny", "fingerprint": base.target.fingerprint()}
+    settings = {"train": {"lr": section.lr, "epochs": section.epochs}, "traces": "tiny"}
+    return Trainer(accelerator, drafter, base.reader, plan, section, folder, origin, settings)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.drafter.named_parameters()}
+
+
+def moments(trainer: Trainer) -> list[torch.Tensor]:
+    return [value.clone() for state in trainer.optimizer.state.values() for value in state.values()]
+
+
+def same(a, b) -> bool:
+    """Bit for bit equal tensors, in mappings or lists."""
+    a, b = (list(x.values()) if isinstance(x, dict) else x for x in (a, b))
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def trained_parameters(drafter) -> dict[str, torch.Tensor]:
+    """What the optimizer should hold: exactly the drafter's trainable parameters (case 62)."""
+    return {name: p for name, p in drafter.named_parameters() if p.requires_grad}
