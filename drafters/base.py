@@ -4,7 +4,7 @@ Legend: B rows, S sequence, P loss positions of a row (padded), n*Ht tapped targ
 V target vocabulary, D draft vocabulary, K draft length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -116,11 +116,16 @@ class DraftSession(Protocol):
 class Drafter(Protocol):
     """A trainable drafter: a torch module with the methods that trainer and loop call."""
 
+    vocabulary_modules: tuple[str, ...]  # submodules whose matrices have a row for each token: heads, embeddings
+
     def count(self, batch: Batch) -> int:
         """Supervised positions of a micro-batch: what the loss is normalised by."""
 
     def forward(self, batch: Batch, progress: float, seed: int) -> LossOutput:
         """Training loss; `progress` 0..1 of the run, `seed` of this micro-batch's noise."""
+
+    def flops(self, tokens: float, worked: Sequence[float]) -> float:
+        """Model FLOPs, forward and backward, of reading `tokens` with worked[k] positions of loss at depth k."""
 
     def chains(self, batch: Batch, K: int) -> tuple[Tensor, Tensor, Tensor]:
         """Greedy drafts from every position at which a draft can start: tokens [B, P, K], at [B, P], valid."""

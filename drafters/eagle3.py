@@ -5,7 +5,7 @@ x[t+1], and predicts x[t+2]. Parameter names are those of the native layout that
 Legend: B rows, S sequence, P loss positions, H hidden, Ht target hidden, n taps, D draft vocabulary, K steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from drafters import vocab
 from drafters.base import Batch, LossOutput, loss_mask, take
+from drafters.flops import chain_flops
 from drafters.head_loss import DraftHead
 from drafters.layers import GatedMLP, RMSNorm, Shape
 from drafters.placement import weight_of
@@ -92,6 +93,7 @@ class Eagle3(nn.Module):
     """The drafter. Embedding and teacher head are the target's: frozen, never saved, never optimised."""
 
     kind = "eagle3"
+    vocabulary_modules = ("lm_head",)
 
     def __init__(self, options: Options, shape: Shape, layers: list[int], ids: Tensor, embedding: Tensor,
                  teacher_head: Tensor) -> None:
@@ -199,6 +201,16 @@ class Eagle3(nn.Module):
         o = self.options
         return Aim(o.loss, o.labels, o.step_decay, o.step_weights == "prefix", o.lk_eta,
                    o.outside_vocabulary == "drop", self.draft_ids, self.t2d, self.teacher_head, self.full_head)
+
+    def flops(self, tokens: float, worked: Sequence[float]) -> float:
+        """Model FLOPs of training on `tokens` with worked[k] positions of loss at depth k (drafters/flops.py)."""
+        def size(module: nn.Module) -> int:
+            return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
+
+        attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
+        return chain_flops(tokens, worked, fuse=size(self.fc), keys=size(attention.k_proj) + size(attention.v_proj),
+                           step=size(attention.q_proj) + size(attention.o_proj) + size(mlp), head=size(self.lm_head),
+                           teacher=self.teacher_head.numel(), train_head=self.options.train_head)
 
     def noisy(self, state: Tensor, seed: int) -> Tensor:
         """Adds seeded Gaussian noise to the fused states, scaled by each position's own spread."""

@@ -167,10 +167,18 @@ class Train:
     epochs: PositiveFloat = opt(3.0, "passes over the training rows; the schedule ends with them")
     batch_rows: PositiveInt = opt(2, "conversations a micro-batch and process")
     accumulation: PositiveInt = opt(1, "micro-batches an optimizer step")
+    optimizer: Literal["adamw", "muon"] = opt("adamw", "muon: Muon for hidden matrices, AdamW for the rest; not under "
+                                                       "DeepSpeed (docs/training.md)")
     lr: PositiveFloat = opt(1e-3, "peak learning rate")
+    muon_lr: NonNegativeFloat = opt(0.0, "muon: peak rate of the hidden matrices, on AdamW's scale; 0 is train.lr")
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = opt(0.95, "muon: momentum of the hidden matrices")
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = opt(5, "muon: Newton-Schulz iterations of an update")
+    schedule: Literal["cosine", "linear", "wsd"] = opt("cosine", "how the rate falls after the warm-up; wsd: it stays "
+                                                                 "at the peak first (docs/training.md)")
     warmup_steps: NonNegativeInt = opt(50, "optimizer steps of linear warm-up")
-    min_lr_share: float = opt(0.05, "share of the peak where the cosine ends")
-    weight_decay: float = opt(0.0, "AdamW weight decay")
+    min_lr_share: Share = opt(0.05, "share of the peak where the schedule ends")
+    decay_share: Share = opt(0.2, "wsd: share of the run's optimizer steps over which the rate falls")
+    weight_decay: NonNegativeFloat = opt(0.0, "decoupled weight decay of all trained parameters")
     beta1: float = opt(0.9, "AdamW beta1")
     beta2: float = opt(0.95, "AdamW beta2")
     clip: PositiveFloat = opt(1.0, "global gradient norm is clipped to this")
@@ -185,6 +193,8 @@ class Train:
     shuffle_shards: NonNegativeInt = opt(0, "shards whose rows are mixed at a time; 0 shuffles over all of them")
     tracker: str = opt("wandb", "wandb (offline without a key), another accelerate tracker, or none")
     log_every: PositiveInt = opt(10, "optimizer steps between log lines")
+    peak_tflops: NonNegativeFloat = opt(0.0, "peak TFLOP/s of one device in train.dtype, for the model FLOPs "
+                                             "utilisation; 0: not known, none is logged")
 
 
 @dataclass

@@ -27,6 +27,7 @@ class Progress:
 
     step: int = 0
     tokens: int = 0
+    rows: int = 0
     skipped: int = 0
     best_step: int = -1
     best_length: float = 0.0

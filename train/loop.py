@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.batching import Plan, collate
 from data.reader import RowReader
-from drafters.base import Batch, LossOutput
+from drafters.base import Batch
 from eval.metrics import Acceptance
 from eval.replay import replay
 from recipes.errors import TERMINATED
 from recipes.schema import Train
-from train import checkpoints
-from train.schedule import cosine
+from train import checkpoints, metrics, optim
+from train.schedule import share_of_peak
 
 
 class Trainer:
@@ -36,14 +36,12 @@ class Trainer:
         self.folder, self.origin, self.settings = folder, origin, settings
         self.dtype = getattr(torch, section.dtype)
         self.total = plan.total_steps(section.epochs)
-        trained = [p for p in drafter.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=section.lr, betas=(section.beta1, section.beta2),
-                                      weight_decay=section.weight_decay, fused=True)
-        self.model, self.optimizer = accelerator.prepare(drafter, optimizer)
+        self.trained = [p for p in drafter.parameters() if p.requires_grad]
+        self.model, self.optimizer = accelerator.prepare(drafter, optim.build(drafter, section))
         if isinstance(self.model, DistributedDataParallel):
             self.model.broadcast_buffers = False  # the target's tables: the same everywhere, not to be sent each step
-        self.trained = trained
         self.progress = checkpoints.Progress()
+        self.meter, self.note, self.last_loss = metrics.Meter(), "", None
         self.signalled = self.stop = False  # here; agreed by all ranks, so that all save together
 
     def resume(self) -> None:
@@ -85,12 +83,14 @@ class Trainer:
         parts = self.plan.micro_batches(step, self.accelerator.process_index)
         micro = [self.load(rows) for rows in parts]
         local = torch.tensor([float(sum(self.drafter.count(b) for b in micro)), float(self.signalled),
-                              float(sum(self.reader.tokens(i) for rows in parts for i in rows))], dtype=torch.float64)
-        supervised, stop, tokens = self.accelerator.reduce(local.to(self.accelerator.device), "sum").tolist()
+                              float(sum(self.reader.tokens(i) for rows in parts for i in rows)),
+                              float(sum(map(len, parts)))], dtype=torch.float64)
+        supervised, stop, tokens, rows = self.accelerator.reduce(local.to(self.accelerator.device), "sum").tolist()
         self.stop = stop > 0
-        rate = cosine(step, self.total, section.warmup_steps, section.lr, section.min_lr_share)
+        share = share_of_peak(section.schedule, step, self.total, section.warmup_steps, section.min_lr_share,
+                              section.decay_share)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = group["peak_lr"] * share
         outputs, norm = [], None
         if supervised:
             # Ranks and micro-batches are averaged by the backends; the sum over positions is what is wanted.
@@ -108,7 +108,9 @@ class Trainer:
             self.progress.skipped += 1
         self.progress.step += 1
         self.progress.tokens += int(tokens)
-        return self.figures(outputs, rate, norm, int(tokens), time.perf_counter() - began)
+        self.progress.rows += int(rows)
+        self.meter.add(outputs, int(tokens), time.perf_counter() - began)
+        return self.figures(norm)
 
     def load(self, rows: list[int]) -> Batch:
         """A micro-batch; an empty one becomes a row without loss, so that every rank takes part."""
@@ -123,26 +125,32 @@ class Trainer:
         ranks = self.accelerator.num_processes
         return ((self.section.seed * 1_000_003 + step) * 64 + index) * ranks + self.accelerator.process_index
 
-    def figures(self, outputs: list[LossOutput], rate: float, norm: Any, tokens: int, seconds: float) -> str:
-        """Reduces the step's sums over ranks on logging steps, sends them to the tracker, returns the display line."""
-        step = self.progress.step
-        if not outputs or (step % self.section.log_every and step != self.total):
-            return self.last_note if hasattr(self, "last_note") else ""
-        sums = torch.stack([torch.stack([o.depth_loss.double(), o.depth_hits.double(), o.depth_count.double()])
-                            for o in outputs]).sum(0)
-        loss, hits, counts = self.accelerator.reduce(sums, "sum").tolist()
-        values: dict[str, float] = {"lr": rate, "tokens_per_s": tokens / seconds, "tokens": self.progress.tokens}
-        for k, n in enumerate(counts):
-            values[f"loss/depth_{k}"] = loss[k] / max(n, 1)
-            values[f"hit_rate/depth_{k}"] = hits[k] / max(n, 1)
+    def figures(self, norm: Any) -> str:
+        """On logging steps: what was done since the last one, over all ranks, to the tracker. Returns the display line.
+
+        norm: the global gradient norm before clipping, None where no step was taken.
+        """
+        progress, meter, plan = self.progress, self.meter, self.plan
+        if meter.sums is None or (progress.step % self.section.log_every and progress.step != self.total):
+            return self.note
+        loss, hits, counts = self.accelerator.reduce(meter.sums, "sum").tolist()
+        peak = torch.tensor(float(metrics.peak_memory(self.accelerator.device)), device=self.accelerator.device)
+        values = metrics.depth_values(loss, hits, counts)
+        self.last_loss = values["loss/depth_0"]
+        values |= {f"lr/{group['name']}": group["lr"] for group in self.optimizer.param_groups}
+        values |= {"tokens": progress.tokens, "tokens_per_s": meter.tokens / meter.seconds,
+                   "memory/peak_gb": float(self.accelerator.reduce(peak, "max")) / 1e9}
+        values |= metrics.coverage(progress.rows, progress.tokens, len(plan.rows), sum(plan.lengths))
         if norm is not None:
             values["grad_norm"] = float(norm)
-        self.last_loss = values["loss/depth_0"]
-        self.accelerator.log(values, step=step)
-        hit = " ".join(f"{h / max(n, 1):.2f}" for h, n in zip(hits, counts))
-        best = f" best {self.progress.best_length:.2f}" if self.progress.best_step >= 0 else ""
-        self.last_note = f"loss {self.last_loss:.2f} hits {hit} {tokens / seconds:.0f} tok/s{best}"
-        return self.last_note
+        if self.section.peak_tflops:
+            values["mfu"] = metrics.utilisation(self.drafter.flops(meter.tokens, counts), meter.seconds,
+                                                self.section.peak_tflops, self.accelerator.num_processes)
+        self.accelerator.log(values, step=progress.step)
+        meter.clear()
+        best = f" best {progress.best_length:.2f}" if progress.best_step >= 0 else ""
+        self.note = metrics.line(values) + best
+        return self.note
 
     def validate(self) -> None:
         """Replayed acceptance over the validation rows, split over ranks; each row once, uneven ends allowed."""
@@ -156,7 +164,7 @@ class Trainer:
         progress = self.progress
         if counts.mean_length > progress.best_length:
             progress.best_step, progress.best_length = progress.step, counts.mean_length
-        row = {"step": progress.step, "tokens": progress.tokens, "train_loss": getattr(self, "last_loss", None),
+        row = {"step": progress.step, "tokens": progress.tokens, "train_loss": self.last_loss,
                "mean_length": counts.mean_length, "per_position": counts.per_position, "drafts": drafts}
         progress.curve.append(row)
         self.accelerator.log({"validation/mean_length": counts.mean_length, **{

@@ -4,6 +4,7 @@
 """
 
 import os
+import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from recipes.errors import ConfigError
 from recipes.files import alone, write_json
 from recipes.provenance import stamp
 from recipes.schema import Recipe
+from train import optim
 from train.launch import start
 from train.loop import Trainer
 
@@ -68,6 +70,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def main(recipe: Recipe, switches: set[str]) -> None:
     options_of(recipe.drafter.kind, recipe.drafter.options)  # a wrong one is named before the target is loaded
     accelerator = start(recipe.train, None if recipe.train.tracker == "none" else recipe.train.tracker)
+    optim.check(recipe.train, accelerator.distributed_type)
     folder = run_dir(recipe)
     rows = open_rows(recipe.trace, folder)
     target = Target(on_one_process(recipe.target), recipe.trace.layers)
@@ -82,13 +85,17 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     del target
     plan = plan_for(reader, recipe.train.batch_rows, accelerator.num_processes, recipe.train.accumulation,
                     recipe.train.seed, recipe.train.shuffle_shards)
-    harmless = ("tracker", "log_every", "save_every", "keep")  # a resume may change what the weights do not depend on
+    # A resume may change what the weights do not depend on.
+    harmless = ("tracker", "log_every", "save_every", "keep", "peak_tflops")
     trained = {key: value for key, value in asdict(recipe.train).items() if key not in harmless}
     settings = {"train": trained, "drafter": asdict(begun.options), "traces": reader.manifest["key"]}
     if begun.origin:
         settings["init_from"] = begun.origin
     track(accelerator, recipe, folder)
     trainer = Trainer(accelerator, begun.drafter, reader, plan, recipe.train, folder / "checkpoints", origin, settings)
+    if trainer.total <= recipe.train.warmup_steps:
+        accelerator.print(f"train.warmup_steps = {recipe.train.warmup_steps}: this run has {trainer.total} steps, so "
+                          "its rate never falls from the peak; set fewer", file=sys.stderr)
     with ExitStack() as held:
         if accelerator.is_main_process:
             trainer.folder.mkdir(parents=True, exist_ok=True)
