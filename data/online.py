@@ -4,12 +4,14 @@ import sys
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from data.capture import Conversation, capture
 from data.codec import DTYPES, carrier, decode, encode
 from data.remoterows import RemoteRows
 from data.store import TraceReader, TraceRow
 from drafters.target import Target
+from drafters.tensor_parallel import ShardedTarget
 from recipes.errors import RunError
 
 
@@ -74,6 +76,29 @@ class OnlineReader:
         hidden = self.target.hidden
         return replace(row, turns=torch.zeros_like(row.turns), final=torch.zeros(0, hidden),
                        taps=torch.zeros(len(row.ids), len(self.target.layers) * hidden))
+
+
+class SharedOnlineReader(OnlineReader):
+    """The same for a target whose layers are shared among the training processes (target.tp_plan): a pass needs all of
+    them. So they compute the rows of all in one order, and each keeps its own until it reads them.
+    """
+
+    def __init__(self, rows: TraceReader | RemoteRows, target: ShardedTarget, max_bad_share: float) -> None:
+        super().__init__(rows, target, max_bad_share)
+        self.held: dict[int, TraceRow] = {}
+
+    def together(self, rows: list[list[int]]) -> None:
+        """Computes the rows of every rank, rows[rank]. All ranks call it with the same lists; what was held before is
+        dropped. Raises RunError as OnlineReader does, on all ranks alike."""
+        own, self.held = dist.get_rank(), {}
+        for rank, indices in enumerate(rows):
+            for index in indices:
+                row = super().__getitem__(index)
+                if rank == own:
+                    self.held[index] = row
+
+    def __getitem__(self, index: int) -> TraceRow:
+        return self.held[index]
 
 
 def as_stored(row: TraceRow, dtype: torch.dtype) -> TraceRow:

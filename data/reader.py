@@ -1,15 +1,18 @@
 """What training and validation read: rows by index, wherever their states come from. See docs/store.md."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from data.online import OnlineReader
+from data.online import OnlineReader, SharedOnlineReader
 from data.place import behind_url, open_place
 from data.remoterows import RemoteRows
 from data.settings import folder_mode, stores_states
 from data.statecache import CachedReader
 from data.store import TraceReader, TraceRow, read_manifest
 from drafters.target import Target
+from drafters.tensor_parallel import ShardedTarget
+from recipes.errors import ConfigError
 from recipes.schema import Trace
 
 
@@ -60,10 +63,34 @@ def open_manifest(section: Trace, run: Path) -> dict[str, Any]:
 
 
 def with_states(rows: TraceReader | RemoteRows, section: Trace, run: Path, target: Target) -> RowReader:
-    """The reader of trace.mode. Raises RunError where the disk has no room for the cache."""
+    """The reader of trace.mode. Raises RunError where the disk has no room for the cache, and ConfigError for a cache
+    of a target that several processes share."""
     if stores_states(section):
         return rows
+    if isinstance(target, ShardedTarget):
+        if section.mode == "cache":
+            raise ConfigError("trace.mode = cache with target.tp_plan: processes that share a target compute every row "
+                              "together; use mode online or store")
+        return SharedOnlineReader(rows, target, section.max_bad_share)
     online = OnlineReader(rows, target, section.max_bad_share)
     if section.mode == "online":
         return online
     return CachedReader(online, cache_folder(section, run), int(section.cache_gb * 1e9))
+
+
+def rounds(reader: RowReader, rows: list[int], rank: int, ranks: int) -> Iterator[list[int]]:
+    """This rank's share of `rows`, every one once, in pieces; ranks may have unlike shares. All ranks go through it
+    together, as the processes of a shared target compute their rows together."""
+    if not isinstance(reader, SharedOnlineReader):
+        yield rows[rank::ranks]
+        return
+    for start in range(0, len(rows), ranks):
+        dealt = [[i] for i in rows[start : start + ranks]]
+        reader.together(dealt)
+        yield dealt[rank] if rank < len(dealt) else []
+
+
+def fetch(reader: RowReader, rows: Callable[[], list[list[int]]]) -> None:
+    """Before a step: `rows` gives the rows that every rank is about to read. Only a shared target asks for them."""
+    if isinstance(reader, SharedOnlineReader):
+        reader.together(rows())

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device, check_device_map
+from accelerate.utils import align_module_device, check_device_map, get_max_memory
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from recipes.errors import ConfigError
-from recipes.launched import local_rank, processes
+from recipes.launched import local_processes, local_rank, processes
 from recipes.schema import Target as TargetSection
 
 NAMED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -57,7 +58,24 @@ def loading_options(section: TargetSection) -> dict[str, Any]:
                 pick_device(f"cuda:{place}" if isinstance(place, int) else place, f"target.device_map.{module}")
     # Only weights that transformers rearranges while it loads are written there; others stay in the checkpoint.
     name = hashlib.sha256(section.model.encode()).hexdigest()[:16]
-    return {"device_map": spread, "offload_folder": str(Path(section.cache_dir) / "offload" / name)}
+    options = {"device_map": spread, "offload_folder": str(Path(section.cache_dir) / "offload" / name)}
+    return options | own_devices(spread)
+
+
+def own_devices(spread: str | dict[str, int | str]) -> dict[str, Any]:
+    """For one of several processes on a machine: its share of the GPUs, the one that it trains on among them, so that
+    each process spreads a target of its own. ConfigError where a literal map would put all of them on the same."""
+    ranks, rank = local_processes(), local_rank()
+    if ranks == 1 or not torch.cuda.is_available():
+        return {}
+    if isinstance(spread, dict):
+        raise ConfigError(f"target.device_map: each of the {ranks} processes of this machine would put its target on "
+                          "these devices; use auto, which gives each its share of the GPUs")
+    if ranks > torch.cuda.device_count():
+        raise ConfigError(f"target.device_map = {spread}: this machine has {torch.cuda.device_count()} GPUs for "
+                          f"{ranks} processes; start one process a GPU at most")
+    return {"max_memory": {place: size for place, size in get_max_memory().items()
+                           if place == "cpu" or place % ranks == rank}}
 
 
 def check_map(section: TargetSection, model: nn.Module) -> None:
@@ -87,9 +105,10 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """A module's whole weight, read from where it is kept."""
+    """A module's whole weight, read from where it is kept. Processes that share the module call it together."""
     with align_module_device(module):
-        return module.weight.detach()
+        weight = module.weight.detach()
+        return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def on_one_process(section: TargetSection) -> TargetSection:

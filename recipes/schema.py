@@ -27,8 +27,8 @@ class Target:
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
     device_map: str | dict[str, int | str] = opt("", "the target over several devices: auto, balanced, balanced_low_0, "
                                                      "sequential, or {module: cuda:N, cpu or disk} (docs/states.md)")
-    tp_plan: Literal["", "auto"] = opt("", "auto: make trace and inspect share every layer among the processes of "
-                                           "torchrun; other stages then take device_map auto (docs/states.md)")
+    tp_plan: Literal["", "auto"] = opt("", "auto: make trace, inspect and online training share every layer among the "
+                                           "processes of a launch; other stages take device_map auto (docs/states.md)")
     threads: NonNegativeInt = opt(0, "CPU threads for torch; 0 takes every core this process may use, divided by the "
                                    "processes of a launch")
     cache_dir: str = opt("runs/cache", "where an embedded target is written once")

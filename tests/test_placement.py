@@ -10,6 +10,7 @@ from tiny import LAYERS, L, conversations, write_target
 
 from data.capture import capture
 from data.generate import Generator, Request
+from drafters import placement
 from drafters.eagle3 import Options, build
 from drafters.placement import loading_options, on_one_process
 from drafters.target import Target
@@ -130,3 +131,28 @@ def test_a_target_over_cuda_devices_and_the_cpu_equals_one_on_the_cpu(folder, pl
         torch.testing.assert_close(a.taps, b.taps, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(a.final, b.final, rtol=1e-3, atol=1e-3)
     assert torch.equal(placed.head_weight.cpu(), plain.head_weight)
+
+
+@pytest.fixture
+def second_of_two(monkeypatch):
+    """This process is number 1 of 2 on a machine with four GPUs (stand-ins: nothing is put on them)."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(placement, "get_max_memory", lambda: {0: 10, 1: 11, 2: 12, 3: 13, "cpu": 99})
+
+
+def test_each_process_spreads_over_its_own_gpus(folder, second_of_two, monkeypatch):
+    """Two processes on four GPUs: the second takes 1, which it trains on, and 3; with more processes than GPUs, or with
+    a literal map, that all of them would follow, it is an error."""
+    assert loading_options(section(folder, device_map="auto"))["max_memory"] == {1: 11, 3: 13, "cpu": 99}
+    with pytest.raises(ConfigError, match="each of the 2 processes of this machine would put its target"):
+        loading_options(section(folder, device_map={"": "cuda:1"}))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match="this machine has 4 GPUs for 8 processes"):
+        loading_options(section(folder, device_map="auto"))
+
+
+def test_one_process_spreads_over_all(folder):
+    assert "max_memory" not in loading_options(section(folder, device_map="auto"))
