@@ -174,17 +174,23 @@ def test_batch_without_loss_changes_nothing(build, base):
 @pytest.mark.parametrize("head", [True, False])
 def test_optimizer_and_checkpoint_hold_the_drafter_only(build, head):
     """Exactly the trainable drafter parameters are optimised; embedding and teacher head are in no file, and a
-    checkpoint is at most 5 times the trained weights (drafter, state, two moments; case 62)."""
+    checkpoint is at most a tenth larger than the weights and two moments (case 62)."""
     trainer = build(train__epochs=0.2, drafter__options__train_head=head, drafter__options__draft_vocab_size=32)
     trainer.run()
     held = [id(p) for group in trainer.optimizer.param_groups for p in group["params"]]
     wanted = trained_parameters(trainer.drafter)
     assert sorted(held) == sorted(map(id, wanted.values())) and ("lm_head.weight" in wanted) == head
     folder = checkpoint.best(trainer.folder)
-    names = set(load_file(folder / "drafter.safetensors")) | set(load_file(folder / "state" / "model.safetensors"))
-    assert names == {n for n, _ in trainer.drafter.named_parameters()} | {"d2t", "t2d"}
-    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    assert size <= 5 * sum(p.numel() * 4 for p in trainer.drafter.parameters())
+    assert {f.name for f in folder.iterdir()} == {"drafter.json", "drafter.safetensors", "optimizer.safetensors",
+                                                  "trainer.json"}
+    assert set(load_file(folder / "drafter.safetensors")) == {n for n, _ in trainer.drafter.named_parameters()} | {
+        "d2t", "t2d"}
+    assert set(load_file(folder / "optimizer.safetensors")) == {
+        f"{key}/{name}" for key in ("exp_avg", "exp_avg_sq", "step") for name in wanted}
+    size = sum(f.stat().st_size for f in folder.iterdir())
+    trained, frozen = (sum(p.numel() * 4 for p in trainer.drafter.parameters() if p.requires_grad == kind)
+                       for kind in (True, False))
+    assert size <= 1.1 * (3 * trained + frozen) + 16_000
 
 
 def test_best_is_by_acceptance_not_loss(build, monkeypatch):
@@ -231,8 +237,6 @@ def test_resume_with_other_settings_names_the_setting(build, saved):
     """A checkpoint made with another rate is refused, and the message names rate, old and new value."""
     with pytest.raises(ConfigError, match=r"trained with other settings: train.lr was 0.01, now 0.02"):
         build(train__epochs=0.2, train__lr=0.02).resume()
-    with pytest.raises(ConfigError, match="written by 1 processes, this run has 2"):
-        checkpoints.latest(saved.folder, saved.settings, 2)
 
 
 def test_kill_between_rename_and_best(build, saved):
@@ -252,4 +256,4 @@ def test_half_written_checkpoints_are_not_seen(saved):
     assert json.loads(path.read_text())["progress"]["step"] == 1
     path.write_text(path.read_text()[:40])
     with pytest.raises(RunError, match="step-000001: damaged checkpoint"):
-        checkpoints.latest(saved.folder, saved.settings, 1)
+        checkpoints.latest(saved.folder, saved.parts.settings, saved.parts.split)

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.parallel import DistributedDataParallel
 
 from data.batching import Plan, collate
-from data.reader import RowReader
+from data.reader import RowReader, fetch, rounds
 from drafters.base import Batch
 from eval.metrics import Acceptance
 from eval.replay import replay
@@ -24,6 +25,7 @@ from recipes.errors import TERMINATED
 from recipes.schema import Train
 from train import checkpoints, metrics, optim
 from train.schedule import share_of_peak
+from train.zero import as_launched, gathered, shapes_of
 
 
 class Trainer:
@@ -33,32 +35,36 @@ class Trainer:
                  folder, origin: dict[str, Any], settings: dict[str, Any]) -> None:
         self.accelerator, self.drafter, self.reader, self.plan, self.section = (
             accelerator, drafter, reader, plan, section)
-        self.folder, self.origin, self.settings = folder, origin, settings
+        self.folder = folder
         self.dtype = getattr(torch, section.dtype)
         self.total = plan.total_steps(section.epochs)
         self.trained = [p for p in drafter.parameters() if p.requires_grad]
-        self.model, self.optimizer = accelerator.prepare(drafter, optim.build(drafter, section))
+        shapes = shapes_of(drafter.to(accelerator.device).tensors())
+        self.model, self.optimizer = accelerator.prepare(as_launched(accelerator, drafter),
+                                                         optim.build(drafter, section))
         if isinstance(self.model, DistributedDataParallel):
             self.model.broadcast_buffers = False  # the target's tables: the same everywhere, not to be sent each step
         self.progress = checkpoints.Progress()
         self.meter, self.note, self.last_loss = metrics.Meter(), "", None
+        split = checkpoints.Split(section.batch_rows, plan.ranks, section.accumulation)
+        self.parts = checkpoints.Parts(drafter, self.optimizer.optimizer, origin, settings, split, shapes)
         self.signalled = self.stop = False  # here; agreed by all ranks, so that all save together
 
     def resume(self) -> None:
         """Continues from the latest complete checkpoint, if there is one."""
-        found = checkpoints.latest(self.folder, self.settings, self.accelerator.num_processes)
+        found = checkpoints.latest(self.folder, self.parts.settings, self.parts.split)
         if found:
             path, self.progress = found
             if self.accelerator.is_main_process:
                 checkpoints.point_best(self.folder, self.progress)
             if self.progress.step < self.total:
-                self.accelerator.load_state(str(path / "state"))
+                checkpoints.load(path, self.parts)
 
     def run(self) -> None:
         """Trains to the last step. SIGTERM saves at the next step and exits 143."""
         signal.signal(signal.SIGTERM, self.on_sigterm)
         self.model.train()
-        if self.settings.get("init_from") and not self.progress.curve:  # what every later validation is compared with
+        if self.parts.settings.get("init_from") and not self.progress.curve:  # what every later validation is compared with
             self.validate()
             self.save()
         with self.display() as bar:
@@ -80,6 +86,9 @@ class Trainer:
     def step(self) -> str:
         """One optimizer step; returns a line of figures. A step without a supervised position changes nothing."""
         section, step, began = self.section, self.progress.step, time.perf_counter()
+        set_seed(self.noise_seed(step, 0) % 2**32)  # so that random states need not be saved
+        fetch(self.reader, lambda: [[i for part in self.plan.micro_batches(step, rank) for i in self.filled(part)]
+                                    for rank in range(self.plan.ranks)])
         parts = self.plan.micro_batches(step, self.accelerator.process_index)
         micro = [self.load(rows) for rows in parts]
         local = torch.tensor([float(sum(self.drafter.count(b) for b in micro)), float(self.signalled),
@@ -114,12 +123,16 @@ class Trainer:
 
     def load(self, rows: list[int]) -> Batch:
         """A micro-batch; an empty one becomes a row without loss, so that every rank takes part."""
-        batch = collate([self.reader[i] for i in rows or self.plan.rows[:1]])
+        batch = collate([self.reader[i] for i in self.filled(rows)])
         if self.section.user_turns:
             batch.turns[batch.turns < 0] = int(batch.turns.max()) + 1  # a turn apart from every answer
         if not rows:
             batch.turns.zero_()
         return batch.to(self.accelerator.device, self.dtype)
+
+    def filled(self, rows: list[int]) -> list[int]:
+        """What stands for the rows of a micro-batch: some row where there are none."""
+        return rows or list(self.plan.rows[:1])
 
     def noise_seed(self, step: int, index: int) -> int:
         ranks = self.accelerator.num_processes
@@ -154,10 +167,12 @@ class Trainer:
 
     def validate(self) -> None:
         """Replayed acceptance over the validation rows, split over ranks; each row once, uneven ends allowed."""
-        rows = self.reader.split("validation")[self.accelerator.process_index :: self.accelerator.num_processes]
-        K = self.section.validation_draft_length
-        with torch.autocast(self.accelerator.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            counts = replay(self.drafter, self.reader, rows, K, self.accelerator.device, self.dtype)
+        rows, K = self.reader.split("validation"), self.section.validation_draft_length
+        precision = torch.autocast(self.accelerator.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        with gathered(self.drafter), precision:
+            counts = Acceptance(K)
+            for own in rounds(self.reader, rows, self.accelerator.process_index, self.accelerator.num_processes):
+                counts = counts + replay(self.drafter, self.reader, own, K, self.accelerator.device, self.dtype)
         local = torch.tensor([counts.drafts, *counts.accepted], device=self.accelerator.device)
         drafts, *accepted = self.accelerator.reduce(local, "sum").tolist()
         counts = Acceptance(K, drafts, accepted)
@@ -171,8 +186,7 @@ class Trainer:
             f"validation/position_{i}": rate for i, rate in enumerate(counts.per_position)}}, step=progress.step)
 
     def save(self) -> None:
-        checkpoints.save(self.accelerator, self.folder, self.progress, self.drafter, self.origin, self.settings,
-                         self.section.keep)
+        checkpoints.save(self.accelerator, self.folder, self.progress, self.parts, self.section.keep)
 
     def on_sigterm(self, number: int, frame: Any) -> None:
         self.signalled = True

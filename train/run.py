@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from accelerate import Accelerator
@@ -18,12 +19,14 @@ from drafters.initial import begin
 from drafters.placement import on_one_process
 from drafters.registry import options_of
 from drafters.target import Target
+from drafters.tensor_parallel import ShardedTarget
 from recipes.cli import Command, run, run_dir
 from recipes.errors import ConfigError
 from recipes.files import alone, write_json
 from recipes.provenance import stamp
 from recipes.schema import Recipe
 from train import optim
+from train.checkpoints import Progress
 from train.launch import start
 from train.loop import Trainer
 
@@ -46,14 +49,24 @@ def check_user_turns(reader: RowReader, wanted: bool) -> None:
                           "with a prompt source of kind synthesis, or with trace.user_turns: all")
 
 
-def track(accelerator: Accelerator, recipe: Recipe, folder: Path) -> None:
-    """Starts the tracker; wandb stays offline without a key and continues its run on a resume."""
+def track(accelerator: Accelerator, recipe: Recipe, folder: Path, progress: Progress) -> None:
+    """Starts the tracker; wandb stays offline without a key. A resumed run continues the tracker's run, whose id is in
+    every checkpoint; a new run gets a new id, so that it never writes into another one of the same name."""
     if recipe.train.tracker == "none":
         return
+    progress.tracker_id = progress.tracker_id or token_hex(4)
     keyed = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-    settings = {"wandb": {"name": recipe.name, "id": recipe.name, "resume": "allow", "dir": str(folder),
+    settings = {"wandb": {"name": recipe.name, "id": progress.tracker_id, "resume": "allow", "dir": str(folder),
                           "mode": os.environ.get("WANDB_MODE", keyed), "settings": {"silent": True}}}
     accelerator.init_trackers("drafthouse", config=flat(asdict(recipe)), init_kwargs=settings)
+
+
+def open_target(recipe: Recipe, ranks: int) -> Target:
+    """The frozen target: a process's own, or, where it computes in training and `target.tp_plan` says so, one whose
+    layers all processes share. Raises ConfigError as Target does."""
+    if recipe.target.tp_plan and ranks > 1 and recipe.trace.mode != "store":
+        return ShardedTarget(recipe.target, recipe.trace.layers)
+    return Target(on_one_process(recipe.target), recipe.trace.layers)
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -73,7 +86,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     optim.check(recipe.train, accelerator.distributed_type)
     folder = run_dir(recipe)
     rows = open_rows(recipe.trace, folder)
-    target = Target(on_one_process(recipe.target), recipe.trace.layers)
+    target = open_target(recipe, accelerator.num_processes)
     check_traces(rows, target, target.layers)
     check_user_turns(rows, recipe.train.user_turns)
     reader = with_states(rows, recipe.trace, folder, target)
@@ -85,13 +98,12 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     del target
     plan = plan_for(reader, recipe.train.batch_rows, accelerator.num_processes, recipe.train.accumulation,
                     recipe.train.seed, recipe.train.shuffle_shards)
-    # A resume may change what the weights do not depend on.
-    harmless = ("tracker", "log_every", "save_every", "keep", "peak_tflops")
+    # A resume may change what the weights do not depend on; of the batch's split only the product counts.
+    harmless = ("tracker", "log_every", "save_every", "keep", "batch_rows", "accumulation", "peak_tflops")
     trained = {key: value for key, value in asdict(recipe.train).items() if key not in harmless}
     settings = {"train": trained, "drafter": asdict(begun.options), "traces": reader.manifest["key"]}
     if begun.origin:
         settings["init_from"] = begun.origin
-    track(accelerator, recipe, folder)
     trainer = Trainer(accelerator, begun.drafter, reader, plan, recipe.train, folder / "checkpoints", origin, settings)
     if trainer.total <= recipe.train.warmup_steps:
         accelerator.print(f"train.warmup_steps = {recipe.train.warmup_steps}: this run has {trainer.total} steps, so "
@@ -101,6 +113,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
             trainer.folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(alone(trainer.folder))
         trainer.resume()
+        track(accelerator, recipe, folder, trainer.progress)
         trainer.run()
     accelerator.end_training()
     if accelerator.is_main_process:
