@@ -27,6 +27,7 @@ help:
 	@echo "make demo        fresh machine to report (15 minutes on two quiet CPU cores)"
 	@echo "make test        fresh machine to green test suite; also: test-slow, test-vllm, lint"
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
+	@echo "make launch      files for several nodes; ARGS=\"--nodes 2 --gpus 8 --scheduler slurm|torchrun|accelerate\""
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make bench       ARGS=\"--only NAME\": speeds, each in turns with what it is compared with (docs/bench.md)"
 
@@ -83,10 +84,14 @@ test-vllm: $(CHECKS) .venv-vllm/.ready
 lint: $(CHECKS)
 	$(PY) -m ruff check .
 
+# Files that trace and train on several nodes, e.g. ARGS="--nodes 2 --gpus 8 --scheduler slurm" (docs/training.md)
+launch: $(READY)
+	$(PY) -m train.nodes --config $(RECIPE) $(ARGS)
+
 bench: $(READY)
 	$(PY) -m bench.run --config $(RECIPE) $(ARGS)
 
-plan compare serve-check doctor publish roi launch:
+plan compare serve-check doctor publish roi:
 	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
 
 clean:

@@ -1,5 +1,6 @@
 """What every entry point shares: flags, exit codes, errors without a traceback, the run's folder."""
 
+import difflib
 import sys
 import textwrap
 import traceback
@@ -67,11 +68,16 @@ def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], 
 
 
 def own_options(command: Command, overrides: dict[str, str]) -> list:
-    """The command's own options, read and taken out of the overrides, in a list; empty where it has none."""
+    """The command's own options, read and taken out of the overrides, in a list; empty where it has none.
+    Raises ConfigError for a name close to one of them that is no part of a recipe."""
     if command.options is None:
         return []
     sections = {f.name for f in fields(command.options)}
     own = [name for name in overrides if name.partition(".")[0] in sections]
+    for name in overrides:
+        close = difflib.get_close_matches(name, sections, n=1)
+        if close and "." not in name and name not in sections | {f.name for f in fields(Recipe)}:
+            raise ConfigError(f"--{name}: unknown option; did you mean {close[0]}?")
     return [load_options(command.options, {name: overrides.pop(name) for name in own})]
 
 
