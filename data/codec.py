@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCALE_BYTES = 4
 SMALLEST = torch.finfo(torch.float32).tiny  # a scale below it would lose bits, or be zero
 
 
@@ -83,8 +82,3 @@ def error_bound(states: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     if scaled(dtype):
         bound = bound.clamp_min(SMALLEST)
     return bound.reshape(states.shape)
-
-
-def state_bytes(vectors: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes of `vectors` stored states of `width` numbers each."""
-    return vectors * (width * dtype.itemsize + (SCALE_BYTES if scaled(dtype) else 0))

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.codec import decode, encode, scaled, state_bytes
+from data.codec import decode, encode, scaled
+from recipes import storage
 from recipes.errors import MAKE_ROOM, ConfigError, RunError
 from recipes.files import sha256_file, sha256_json, sync_folder, write_json
 
@@ -56,7 +57,7 @@ def final_positions(turns: Tensor) -> Tensor:
 
 def row_bytes(tokens: int, finals: int, taps_width: int, hidden: int, dtype: torch.dtype) -> int:
     """Bytes that one row takes in a shard of this storage dtype, headers aside; taps_width 0: without states."""
-    return tokens * (8 + 2) + state_bytes((tokens * (taps_width // hidden) + finals) * (taps_width > 0), hidden, dtype)
+    return storage.row_bytes(tokens, finals, taps_width // hidden, hidden, dtype.itemsize, scaled(dtype))
 
 
 def pack(rows: list[TraceRow], dtype: torch.dtype) -> dict[str, Tensor]:
