@@ -27,6 +27,7 @@ help:
 	@echo "make demo        fresh machine to report (15 minutes on two quiet CPU cores)"
 	@echo "make test        fresh machine to green test suite; also: test-slow, test-vllm, lint"
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
+	@echo "make plan        memory, disk, time and cost of each stage before anything is rented (docs/plan.md)"
 	@echo "make launch      files for several nodes; ARGS=\"--nodes 2 --gpus 8 --scheduler slurm|torchrun|accelerate\""
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make bench       ARGS=\"--only NAME\": speeds, each in turns with what it is compared with (docs/bench.md)"
@@ -91,7 +92,10 @@ launch: $(READY)
 bench: $(READY)
 	$(PY) -m bench.run --config $(RECIPE) $(ARGS)
 
-plan compare serve-check doctor publish roi:
+plan: $(READY)
+	$(PY) -m eval.plan --config $(RECIPE) $(ARGS)
+
+compare serve-check doctor publish roi:
 	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
 
 clean:

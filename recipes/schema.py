@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Span = Annotated[list[Weight], Field(max_length=2)]
 
 
 def opt(default: Any, help: str) -> Any:
@@ -230,6 +231,28 @@ class Roi:
 
 
 @dataclass
+class Plan:
+    """What `make plan` assumes (docs/plan.md). A range is two numbers, [low, high]; one is both; empty is the default,
+    which the output states with its reason."""
+
+    hardware: str = opt("this-machine", "a name of recipes/hardware.json or of plan.custom; this-machine is measured")
+    custom: dict[str, dict[str, Any]] = opt({}, "further hardware, as in recipes/hardware.json: {NAME: {memory_gb, "
+                                                "bandwidth_tb_s, tflops: {bfloat16: T}, link_gb_s}}")
+    gpus: PositiveInt = opt(1, "GPUs rented; every stage but export and eval, which run in one process, uses them all")
+    tensor_parallel: PositiveInt = opt(1, "GPUs that share one target")
+    zero_stage: Literal[0, 1, 2, 3] = opt(0, "DeepSpeed's ZeRO stage of the training's launch; 0 is none")
+    weight_bits: NonNegativeFloat = opt(0.0, "bits a weight of the target's layers, e.g. 8 for fp8, 4.25 for int4 with "
+                                             "scales; 0: the checkpoint's quantisation, else target.dtype")
+    prompt_tokens: Span = opt([], "mean length of a rendered prompt; empty: from the characters of local sources")
+    answer_tokens: Span = opt([], "mean length of an answer; empty: half of generation.max_tokens to all of it")
+    acceptance: Span = opt([], "mean acceptance length that evaluation will meet")
+    bandwidth_share: Span = opt([], "share of the memory bandwidth that passes reach")
+    compute_share: Span = opt([], "share of the FLOP/s that large products reach")
+    layer_us: Span = opt([], "microseconds that a layer of a pass costs beside its arithmetic")
+    disk_mb_s: Span = opt([], "speed of the disk")
+
+
+@dataclass
 class Recipe:
     name: str = opt("run", "outputs go to runs/<name>/")
     runs_dir: str = opt("runs", "parent folder of the outputs")
@@ -242,3 +265,4 @@ class Recipe:
     eval: Eval = field(default_factory=Eval)
     export: Export = field(default_factory=Export)
     roi: Roi = field(default_factory=Roi)
+    plan: Plan = field(default_factory=Plan)

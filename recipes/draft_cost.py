@@ -1,0 +1,156 @@
+"""Size, training and drafting of an EAGLE-3 drafter in numbers: what drafters/eagle3.py does, counted. Arithmetic only.
+
+Step 0 of the unroll computes the fused state, keys and values of every position; queries, MLP and head are computed
+for positions that carry loss, in every step. Legend: S sequence, P_k loss positions of step k, H hidden, Ht target
+hidden, n taps, D draft vocabulary, I intermediate, nh/nkv heads, hd head dimension.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from recipes.cost import Speed, pnorm, ring
+
+
+@dataclass(frozen=True)
+class DraftSize:
+    """All sizes of one drafter and of what it borrows from its target."""
+
+    hidden: int
+    target_hidden: int
+    taps: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    draft_vocab: int
+    vocab: int
+    tap_norms: bool = False
+    train_head: bool = True
+
+    @property
+    def fuse(self) -> int:
+        return self.taps * self.target_hidden * self.hidden
+
+    @property
+    def keys(self) -> int:
+        """Key and value projections, whose input is state and embedding."""
+        return 2 * 2 * self.hidden * self.kv_heads * self.head_dim
+
+    @property
+    def block(self) -> int:
+        """What every worked position passes besides: query, output, MLP."""
+        width = self.heads * self.head_dim
+        return 2 * self.hidden * width + width * self.hidden + 3 * self.hidden * self.intermediate
+
+    @property
+    def head(self) -> int:
+        return self.hidden * self.draft_vocab
+
+    @property
+    def teacher(self) -> int:
+        """Weights of the target's head that teach: those of the draft vocabulary."""
+        return self.target_hidden * self.draft_vocab
+
+    @property
+    def parameters(self) -> int:
+        norms = 4 * self.hidden + (self.taps * self.target_hidden if self.tap_norms else 0)
+        return self.fuse + self.keys + self.block + self.head + norms
+
+    @property
+    def trained(self) -> int:
+        return self.parameters - (0 if self.train_head else self.head)
+
+    @property
+    def borrowed(self) -> int:
+        """Numbers of the target that training holds: its embedding and its head over the draft vocabulary."""
+        return self.vocab * self.hidden + self.teacher
+
+
+def worked(spans: list[float], depth: int, share: float = 1.0) -> list[float]:
+    """Loss positions of each unrolled step of a row whose turns learnt from have these lengths: a turn of A tokens has
+    A - 1 - k at step k; from each step the `share` of the chains goes on."""
+    found, kept = [], 1.0
+    for k in range(depth):
+        found.append(kept * sum(max(0.0, span - 1 - k) for span in spans))
+        kept *= share
+    return found
+
+
+def computed(positions: list[float], share: float) -> list[float]:
+    """Positions that each step computes before its head: chains that end are left out only where chains are thinned."""
+    return positions if share < 1 else [positions[0]] * len(positions)
+
+
+def forward_flops(size: DraftSize, tokens: float, positions: list[float],
+                  share: float = 1.0) -> tuple[float, float, float, float]:
+    """Operations of the forward pass of one row: (what its first products cost, whose input needs no gradient; all
+    other trained products and attention; the drafter's head; the teacher's head)."""
+    once = 2 * tokens * size.fuse
+    rest = 2 * tokens * size.keys
+    for k, P in enumerate(computed(positions, share)):
+        rest += 2 * P * size.block + (2 * P * size.keys if k else 0)
+        rest += 4 * P * tokens * size.heads * size.head_dim  # masked columns are computed too
+    return once, rest, 2 * sum(positions) * size.head, 2 * positions[0] * size.teacher
+
+
+def train_flops(size: DraftSize, tokens: float, positions: list[float], share: float = 1.0) -> float:
+    """Operations of one row's forward and backward pass: a backward pass costs twice the forward one, once where no
+    gradient of the input (fusing layer) or of the weight (frozen head) is wanted, nothing for the teacher."""
+    once, rest, head, teacher = forward_flops(size, tokens, positions, share)
+    return 2 * once + 3 * rest + (3 if size.train_head else 2) * head + teacher
+
+
+def mean_train_flops(size: DraftSize, tokens: float, spans: list[float], depth: int, first_depth: int,
+                     deepen_at: float, share: float = 1.0) -> float:
+    """train_flops of one row, averaged over a run that begins with `first_depth` unrolled steps."""
+    shallow = train_flops(size, tokens, worked(spans, min(first_depth, depth), share), share)
+    deep = train_flops(size, tokens, worked(spans, depth, share), share)
+    early = min(max(deepen_at, 0.0), 1.0)
+    return early * shallow + (1 - early) * deep
+
+
+def optimizer_bytes(size: DraftSize, ranks: int, stage: int) -> float:
+    """Bytes a GPU of float32 weights, gradients and AdamW's two moments. ZeRO divides moments and its copy of the
+    weights (1), gradients (2) and weights (3) among the ranks; without it, several ranks sum gradients in buckets."""
+    moments, gradients, weights = 8 * size.trained, 4 * size.trained, 4 * size.parameters
+    if not stage:
+        return weights + moments + gradients * (2 if ranks > 1 else 1)
+    return ((moments + 4 * size.trained) / ranks + gradients / (ranks if stage >= 2 else 1)
+            + weights / (ranks if stage >= 3 else 1))
+
+
+def update_seconds(size: DraftSize, ranks: int, stage: int, speed: Speed) -> float:
+    """Seconds of one optimizer step beside its passes: gradients cleared, clipped and summed over the ranks, AdamW's
+    four numbers a parameter read and three written."""
+    own = size.trained / (ranks if stage >= 1 else 1)
+    return (28 * own + 12 * size.trained) / speed.bandwidth + 4 * size.trained * ring(ranks) / speed.link
+
+
+def activation_bytes(size: DraftSize, rows: float, tokens: float, positions: list[float], itemsize: float,
+                     share: float = 1.0) -> float:
+    """Bytes kept for the backward pass of a micro-batch, and its batch: taps and final states; normed, fused and
+    projected states; attention weights; MLP; logits in float32 with the teacher's beside them."""
+    S, H = tokens, size.hidden
+    batch = S * (size.taps + 1) * size.target_hidden * itemsize
+    kept = S * 6 * H * itemsize + S * 2 * size.kv_heads * size.head_dim * itemsize
+    for k, P in enumerate(computed(positions, share)):
+        kept += P * itemsize * (8 * H + 3 * size.heads * size.head_dim + 4 * size.intermediate)
+        kept += P * (S + k) * size.heads * (4 + itemsize)  # softmax in float32 and its cast
+    logits = sum(positions) * size.draft_vocab * (itemsize + 4 + 4)
+    return rows * (batch + kept + logits)
+
+
+def draft_seconds(size: DraftSize, rows: float, K: int, context: float, itemsize: float, speed: Speed) -> float:
+    """Seconds of one draft of K tokens: a pass over the newly verified positions, then K - 1 passes of one token."""
+    def one(queries: float, fused: bool) -> float:
+        weights = size.keys + size.block + size.head + (size.fuse if fused else 0)
+        done = 2 * rows * (queries * (size.keys + (size.fuse if fused else 0)) + size.block + size.head)
+        cache = rows * context * 2 * size.kv_heads * size.head_dim
+        return pnorm((weights + cache) * itemsize / speed.bandwidth, done / speed.flops, speed.overlap) + speed.layer_s
+
+    return one(K + 1, True) + (K - 1) * one(1, False) if K else 0.0
+
+
+def optimizer_steps(rows: float, epochs: float, batch_rows: int, ranks: int, accumulation: int) -> int:
+    """Steps of a run, as data.batching.Plan counts them."""
+    return max(1, round(epochs * max(1, ceil(rows / (batch_rows * ranks * accumulation)))))
