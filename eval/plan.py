@@ -112,14 +112,15 @@ def make(recipe: Recipe, found: Hardware | None = None) -> dict[str, Any]:
     size = draft_size(recipe, shape, config)
     keeps = formats(recipe, shape, config)
     found = found or hardware_of(recipe)
-    *hardware, assumed = machines(recipe, found, weights_per_gpu(shape, keeps[2]))
+    *hardware, assumed = machines(recipe, found, keeps[0].weight_bits, weights_per_gpu(shape, keeps[2]))
     *load, counted = loads(recipe, Path(recipe.runs_dir) / recipe.name)
     best, worst = (estimate(recipe, shape, size, keeps, m, l) for m, l in zip(hardware, load))
     price, gpus = recipe.roi.price_per_gpu_hour, recipe.plan.gpus
     table = {name: row(best[name], worst[name], gpus, price) for name in best}
     seconds = [sum(r["seconds"][i] for r in table.values()) for i in (0, 1)]
     disk = [sum(r["disk_bytes"][i] for r in table.values()) for i in (0, 1)]
-    peak = max(table["trace"]["disk_peak_bytes"][1], disk[1])
+    traced, trained = table["trace"], table["train"]
+    peak = max(traced["disk_peak_bytes"][1], traced["disk_bytes"][1] + trained["disk_peak_bytes"][1], disk[1])
     return {"schema": SCHEMA, "name": recipe.name,
             "hardware": {"name": recipe.plan.hardware, "gpus": gpus, **asdict(found)},
             "target": {"model": recipe.target.model, "kind": shape.kind, "parameters": shape.parameters,

@@ -105,7 +105,7 @@ def evaluation(recipe: Recipe, folder: Path) -> tuple[int, float | None]:
 
 
 def finished(recipe: Recipe, folder: Path) -> dict | None:
-    """The manifest of the run's own traces, where they are in its folder and done."""
+    """The manifest of the run's own traces, where they are in its folder; it counts rows once all are answered."""
     if recipe.trace.url:
         return None
     try:

@@ -70,9 +70,10 @@ def formats(recipe: Recipe, shape: ModelShape, config: dict) -> tuple[Format, Fo
     return answering, keep(engine, engine or bool(recipe.target.tp_plan)), keep(False, False)
 
 
-def machines(recipe: Recipe, found: Hardware, weights: float) -> tuple[Machine, Machine, list[Assumption]]:
-    """The best and the worst case of the hardware. `weights`: bytes of the target a GPU, held twice where a CPU packs
-    them."""
+def machines(recipe: Recipe, found: Hardware, bits: float,
+             weights: float) -> tuple[Machine, Machine, list[Assumption]]:
+    """The best and the worst case of the hardware. `bits` of the target's layers: an engine multiplies 8 of them as
+    fp8; `weights`: bytes of the target a GPU, held twice where a CPU packs them."""
     section, own = recipe.plan, "it was measured; products differ"
     moved = span(section, "bandwidth_share", (0.7, 1.0) if found.measured else (0.6, 0.9),
                  own if found.measured else READING)
@@ -86,7 +87,7 @@ def machines(recipe: Recipe, found: Hardware, weights: float) -> tuple[Machine, 
     start = Assumption("seconds to start a stage", 10, 60, "imports and first calls")
     base = Assumption("GB of a process", 0.7 if found.cpu else 0.5, 1.5, "libraries; on a GPU its context")
     overlap = Assumption("overlap of moving and computing", 8.0, 1.0, "exponent of the norm: nearly all, or none")
-    served = "fp8" if section.weight_bits == 8 and "fp8" in found.tflops else recipe.target.dtype
+    served = "fp8" if 8 <= bits < 9 and "fp8" in found.tflops else recipe.target.dtype
 
     def one(case: str) -> Machine:
         def speed(dtype: str, over: Assumption) -> Speed:
