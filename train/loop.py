@@ -64,7 +64,7 @@ class Trainer:
         """Trains to the last step. SIGTERM saves at the next step and exits 143."""
         signal.signal(signal.SIGTERM, self.on_sigterm)
         self.model.train()
-        if self.parts.settings.get("init_from") and not self.progress.curve:  # what every later validation is compared with
+        if self.parts.settings.get("init_from") and not self.progress.curve:  # what later validations are compared with
             self.validate()
             self.save()
         with self.display() as bar:
