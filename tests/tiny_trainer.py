@@ -48,7 +48,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def moments(trainer: Trainer) -> list[torch.Tensor]:
-    return [value.clone() for state in trainer.optimizer.state.values() for value in state.values()]
+    return [state[key].clone() for state in trainer.optimizer.state.values() for key in sorted(state)]
 
 
 def same(a, b) -> bool:
