@@ -6,7 +6,7 @@ import pytest
 import torch
 from published import maps, native, weights, write
 from safetensors.torch import load_file
-from test_train_distributed import ZERO, counts, launch, result
+from test_train_distributed import ZERO2, counts, launch, result
 from tiny import conversations, write_recipe, write_target, write_traces
 
 from drafters import checkpoint
@@ -21,7 +21,7 @@ def test_two_processes_start_from_a_drafter_and_resume_at_step_0(tmp_path):
     write_traces(tmp_path / "runs" / "tiny", write_target(tmp_path / "model"), conversations(12, 5))
     write_recipe(tmp_path / "r.yaml", tmp_path / "model", train={"validate_every": 2, "save_every": 2, "keep": 9},
                  drafter={"init_from": str(source), "options": {"depth": 2, "deepen_at": 0.0}})
-    done = launch(tmp_path, "whole", ZERO)
+    done = launch(tmp_path, "whole", ZERO2)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "whole" / "checkpoints"
     first = load_file(checkpoint.path_of(folder, 0) / checkpoint.WEIGHTS)
@@ -30,7 +30,7 @@ def test_two_processes_start_from_a_drafter_and_resume_at_step_0(tmp_path):
     assert [row["step"] for row in curve] == [0, 2, 3] and json.loads((folder / "best.json").read_text())
     for step in checkpoints.steps_in(folder)[1:]:
         checkpoint.path_of(folder, step).rename(tmp_path / str(step))
-    again = launch(tmp_path, "whole", ZERO)
+    again = launch(tmp_path, "whole", ZERO2)
     assert again.returncode == 0, again.stderr
     found, resumed, _ = result(tmp_path, "whole")
     assert all(torch.equal(found[name], wanted[name]) for name in wanted) and counts(resumed) == counts(curve)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from test_train_distributed import DDP, ZERO, launch, result
+from test_train_distributed import DDP, ZERO2, launch, result
 from tiny import call, conversations, write_recipe, write_target, write_traces
 
 from train.run import COMMAND
@@ -84,7 +84,7 @@ def one(folder):
         return alone(folder, "one", "--train.clip", "0.05"), *zip(*rows)
 
 
-@pytest.mark.parametrize("options, rows, accumulation", [(DDP, 2, 1), (DDP, 1, 2), (ZERO, 1, 2)],
+@pytest.mark.parametrize("options, rows, accumulation", [(DDP, 2, 1), (DDP, 1, 2), (ZERO2, 1, 2)],
                          ids=["ddp", "ddp-accumulated", "zero2-accumulated"])
 def test_clips_by_the_global_norm(folder, one, options, rows, accumulation):
     """Two ranks, whole or accumulated, log the gradient norms of one process with all rows, unclipped, and its rates,
@@ -122,7 +122,7 @@ def test_muon_under_ddp_equals_one_process(folder):
 
 def test_float32_masters_under_zero(folder):
     """bfloat16 under ZeRO-2: the moments are float32, and the saved weights are no bfloat16 numbers."""
-    weights, records = trained(folder, "masters", ZERO, "--train.dtype", "bfloat16")
+    weights, records = trained(folder, "masters", ZERO2, "--train.dtype", "bfloat16")
     assert [record["dtypes"] for record in records] == [["torch.float32"]] * 2
     for key in ("fc.weight", "lm_head.weight"):
         assert weights[key].dtype == torch.float32
