@@ -34,11 +34,7 @@ class HeadLoss(torch.autograd.Function):
             if learns:
                 d_states[part] = (d_logits @ weight.to(d_logits.dtype)).to(states.dtype)
             if trains_head:
-                inputs = states[part].to(d_logits.dtype)
-                if d_logits.dtype == d_weight.dtype:
-                    d_weight.addmm_(d_logits.T, inputs)
-                else:
-                    d_weight += d_logits.T @ inputs
+                d_weight += d_logits.T @ states[part].to(d_logits.dtype)
         ctx.save_for_backward(d_states, d_weight)
         return total
 

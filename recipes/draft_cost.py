@@ -10,6 +10,9 @@ from math import ceil
 
 from recipes.cost import Speed, pnorm, ring
 
+PART = 128  # chains whose attention is computed together on a CPU (drafters/chain_attention.py)
+LOGITS = 512e6  # bytes of logits that are held at a time, at most (drafters/unrolled.py: on a GPU)
+
 
 @dataclass(frozen=True)
 class DraftSize:
@@ -81,6 +84,12 @@ def computed(positions: list[float], share: float) -> list[float]:
     return positions if share < 1 else [positions[0]] * len(positions)
 
 
+def columns(tokens: float, chains: float) -> float:
+    """Columns that a chain's attention runs over, in the mean: those up to the last start of its part. Chains start
+    up to the third place from the end."""
+    return max(1.0, tokens - 2 - max(0.0, chains - PART) / 2)
+
+
 def forward_flops(size: DraftSize, tokens: float, positions: list[float],
                   share: float = 1.0) -> tuple[float, float, float, float]:
     """Operations of the forward pass of one row: (what its first products cost, whose input needs no gradient; all
@@ -89,7 +98,8 @@ def forward_flops(size: DraftSize, tokens: float, positions: list[float],
     rest = 2 * tokens * size.keys
     for k, P in enumerate(computed(positions, share)):
         rest += 2 * P * size.block + (2 * P * size.keys if k else 0)
-        rest += 4 * P * tokens * size.heads * size.head_dim  # masked columns are computed too
+        # Scores are computed once more for the backward pass: seven products where others take six.
+        rest += 7 / 6 * 4 * P * columns(tokens, P) * size.heads * size.head_dim
     return once, rest, 2 * sum(positions) * size.head, 2 * positions[0] * size.teacher
 
 
@@ -129,15 +139,17 @@ def update_seconds(size: DraftSize, ranks: int, stage: int, speed: Speed) -> flo
 def activation_bytes(size: DraftSize, rows: float, tokens: float, positions: list[float], itemsize: float,
                      share: float = 1.0) -> float:
     """Bytes kept for the backward pass of a micro-batch, and its batch: taps and final states; normed, fused and
-    projected states; attention weights; MLP; logits in float32 with the teacher's beside them."""
+    projected states; each step's own keys; MLP; the head's gradients. On top what a part of the head takes while it is
+    worked: logits in float32, the teacher's, and two of their size."""
     S, H = tokens, size.hidden
     batch = S * (size.taps + 1) * size.target_hidden * itemsize
     kept = S * 6 * H * itemsize + S * 2 * size.kv_heads * size.head_dim * itemsize
     for k, P in enumerate(computed(positions, share)):
         kept += P * itemsize * (8 * H + 3 * size.heads * size.head_dim + 4 * size.intermediate)
-        kept += P * (S + k) * size.heads * (4 + itemsize)  # softmax in float32 and its cast
-    logits = sum(positions) * size.draft_vocab * (itemsize + 4 + 4)
-    return rows * (batch + kept + logits)
+        kept += P * (4 * size.heads + 2 * k * size.kv_heads * size.head_dim * itemsize)
+    head = sum(positions) * H * itemsize
+    worked_on = 4 * min(LOGITS, rows * sum(positions) * size.draft_vocab * 4)
+    return rows * (batch + kept + head) + 4 * size.head * size.train_head + worked_on
 
 
 def draft_seconds(size: DraftSize, rows: float, K: int, context: float, itemsize: float, speed: Speed) -> float:

@@ -45,6 +45,7 @@ class Progress:
     skipped: int = 0
     best_step: int = -1
     best_length: float = 0.0
+    train_loss: float | None = None  # of the last log line
     curve: list[dict[str, Any]] = field(default_factory=list)
     tracker_id: str = ""  # of the tracker's run, which a resumed run continues
 

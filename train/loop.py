@@ -45,7 +45,7 @@ class Trainer:
         if isinstance(self.model, DistributedDataParallel):
             self.model.broadcast_buffers = False  # the target's tables: the same everywhere, not to be sent each step
         self.progress = checkpoints.Progress()
-        self.meter, self.note, self.last_loss = metrics.Meter(), "", None
+        self.meter, self.note = metrics.Meter(), ""
         split = checkpoints.Split(section.batch_rows, plan.ranks, section.accumulation)
         self.parts = checkpoints.Parts(drafter, self.optimizer.optimizer, origin, settings, split, shapes)
         self.signalled = self.stop = False  # here; agreed by all ranks, so that all save together
@@ -149,7 +149,7 @@ class Trainer:
         loss, hits, counts = self.accelerator.reduce(meter.sums, "sum").tolist()
         peak = torch.tensor(float(metrics.peak_memory(self.accelerator.device)), device=self.accelerator.device)
         values = metrics.depth_values(loss, hits, counts)
-        self.last_loss = values["loss/depth_0"]
+        progress.train_loss = values["loss/depth_0"]
         values |= {f"lr/{group['name']}": group["lr"] for group in self.optimizer.param_groups}
         values |= {"tokens": progress.tokens, "tokens_per_s": meter.tokens / meter.seconds,
                    "memory/peak_gb": float(self.accelerator.reduce(peak, "max")) / 1e9}
@@ -179,7 +179,7 @@ class Trainer:
         progress = self.progress
         if counts.mean_length > progress.best_length:
             progress.best_step, progress.best_length = progress.step, counts.mean_length
-        row = {"step": progress.step, "tokens": progress.tokens, "train_loss": self.last_loss,
+        row = {"step": progress.step, "tokens": progress.tokens, "train_loss": progress.train_loss,
                "mean_length": counts.mean_length, "per_position": counts.per_position, "drafts": drafts}
         progress.curve.append(row)
         self.accelerator.log({"validation/mean_length": counts.mean_length, **{
@@ -187,6 +187,7 @@ class Trainer:
 
     def save(self) -> None:
         checkpoints.save(self.accelerator, self.folder, self.progress, self.parts, self.section.keep)
+        self.meter.clear()  # as a run that is resumed from here begins: the curve does not tell one from the other
 
     def on_sigterm(self, number: int, frame: Any) -> None:
         self.signalled = True
