@@ -22,7 +22,7 @@ class HeadLoss(torch.autograd.Function):
         learns, trains_head = (learning and needed for needed in ctx.needs_input_grad[:2])
         total = states.new_zeros(()).float()
         d_states = torch.empty_like(states) if learns else None
-        d_weight = torch.zeros_like(weight) if trains_head else None
+        d_weight = None
         for part in parts:
             logits = F.linear(states[part], weight).detach().requires_grad_(learns or trains_head)
             with torch.set_grad_enabled(learns or trains_head):
@@ -34,7 +34,10 @@ class HeadLoss(torch.autograd.Function):
             if learns:
                 d_states[part] = (d_logits @ weight.to(d_logits.dtype)).to(states.dtype)
             if trains_head:
-                d_weight += d_logits.T @ states[part].to(d_logits.dtype)
+                product = (d_logits.T @ states[part].to(d_logits.dtype)).to(weight.dtype)
+                d_weight = product if d_weight is None else d_weight.add_(product)
+        if trains_head and d_weight is None:  # no part
+            d_weight = torch.zeros_like(weight)
         ctx.save_for_backward(d_states, d_weight)
         return total
 
@@ -55,4 +58,6 @@ class DraftHead(nn.Linear):
         included; it cannot be differentiated twice."""
         if judge is None:
             return super().forward(states)
+        if len(parts) == 1:  # nothing is saved by working the gradients at once, and a pass over them is
+            return judge(super().forward(states), parts[0])
         return HeadLoss.apply(states, self.weight, judge, parts, torch.is_grad_enabled())
