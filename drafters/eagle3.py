@@ -18,12 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from drafters import vocab
 from drafters.base import Batch, LossOutput, loss_mask, take
-from drafters.flops import chain_flops
 from drafters.head_loss import DraftHead
 from drafters.layers import GatedMLP, RMSNorm, Shape
 from drafters.placement import weight_of
 from drafters.propose import ChainSession, UnrollMemory, unroll
 from drafters.unrolled import Aim, Chains, gather, unrolled_loss
+from recipes.draft_cost import chain_flops
 from recipes.errors import ConfigError
 from recipes.schema import opt
 
@@ -64,6 +64,11 @@ class Options:
             raise ValueError(f"the shares of deepen_at and deepen must rise: {shares}")
         if self.loss == "reverse_kl" and self.labels != "distribution":
             raise ValueError(f"reverse_kl is infinite by labels: {self.labels}; use labels: distribution, or loss: kl")
+
+    @property
+    def stages(self) -> list[tuple[float, int]]:
+        """From which share of the run on how many steps are unrolled."""
+        return [(0.0, min(self.first_depth, self.depth)), (self.deepen_at, self.depth), *self.deepen]
 
 
 class Attention(nn.Module):
@@ -179,9 +184,7 @@ class Eagle3(nn.Module):
 
     def depth_at(self, progress: float) -> int:
         """Unrolled steps at this share of the run."""
-        o = self.options
-        stages = [(0.0, min(o.first_depth, o.depth)), (o.deepen_at, o.depth), *o.deepen]
-        return [steps for share, steps in stages if progress >= share][-1]
+        return [steps for share, steps in self.options.stages if progress >= share][-1]
 
     def forward(self, batch: Batch, progress: float = 1.0, seed: int = 0) -> LossOutput:
         """Loss of the training-time test (drafters/unrolled.py). Only positions that carry loss get queries, MLP and
@@ -203,14 +206,16 @@ class Eagle3(nn.Module):
                    o.outside_vocabulary == "drop", self.draft_ids, self.t2d, self.teacher_head, self.full_head)
 
     def flops(self, tokens: float, worked: Sequence[float]) -> float:
-        """Model FLOPs of training on `tokens` with worked[k] positions of loss at depth k (drafters/flops.py)."""
+        """Model FLOPs of training on `tokens` with worked[k] positions of loss at depth k: what the loss
+        needs, without attention, and not what a machine spent on it."""
         def size(module: nn.Module) -> int:
             return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
 
         attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
-        return chain_flops(tokens, worked, fuse=size(self.fc), keys=size(attention.k_proj) + size(attention.v_proj),
-                           step=size(attention.q_proj) + size(attention.o_proj) + size(mlp), head=size(self.lm_head),
-                           teacher=self.teacher_head.numel(), train_head=self.options.train_head)
+        keys, step = size(attention.k_proj) + size(attention.v_proj), size(attention.q_proj) + size(attention.o_proj)
+        return chain_flops(tokens, worked, worked, fuse=size(self.fc), keys=keys, step=step + size(mlp),
+                           head=size(self.lm_head), teacher=self.teacher_head.numel(),
+                           train_head=self.options.train_head)
 
     def noisy(self, state: Tensor, seed: int) -> Tensor:
         """Adds seeded Gaussian noise to the fused states, scaled by each position's own spread."""

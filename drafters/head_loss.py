@@ -36,8 +36,6 @@ class HeadLoss(torch.autograd.Function):
             if trains_head:
                 product = (d_logits.T @ states[part].to(d_logits.dtype)).to(weight.dtype)
                 d_weight = product if d_weight is None else d_weight.add_(product)
-        if trains_head and d_weight is None:  # no part
-            d_weight = torch.zeros_like(weight)
         ctx.save_for_backward(d_states, d_weight)
         return total
 

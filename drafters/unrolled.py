@@ -5,7 +5,7 @@ Legend: B rows, S sequence, P chains of a row (padded), N steps of all chains, D
 Ht target hidden.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -80,14 +80,15 @@ def gather(chains: Chains, unrolled: Iterable[Tensor]) -> Steps:
 
 
 def cut(chain: Tensor, most: int) -> list[slice]:
-    """Parts of about `most` steps that leave chains whole. chain [N] ascending."""
-    borders = [0, *(chain.diff().nonzero()[:, 0] + 1).tolist(), len(chain)]
-    parts, first = [], 0
-    for border, following in zip(borders, [*borders[1:], None]):
-        if following is None or (following - first > most and border > first):
-            parts.append(slice(first, border))
-            first = border
-    return [part for part in parts if part.stop > part.start]
+    """Parts of at most `most` steps, or of one chain, that leave chains whole; at least one, perhaps of no step.
+    chain [N] ascending."""
+    parts, first, last = [], 0, 0
+    for end in [*(chain.diff().nonzero()[:, 0] + 1).tolist(), len(chain)]:
+        if end - first > most and last > first:
+            parts.append(slice(first, last))
+            first = last
+        last = end
+    return [*parts, slice(first, last)]
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,8 @@ class Teacher:
         if Aim.wants_all(aim.loss, aim.labels, aim.prefix):
             mass = (scores.logsumexp(-1) - full_logsumexp(final, aim.full_head)).exp()
             accepted = losses.acceptance(logits, (restricted * mass[:, None])[which])
-        if aim.loss == "tv":
-            return losses.total_variation(accepted), accepted
         divergence = losses.reverse_kl if aim.loss == "reverse_kl" else losses.soft_cross_entropy
-        found = divergence(logits, restricted[which])
-        return losses.likelihood_blend(found, accepted, aim.eta) if aim.loss == "lk" else found, accepted
+        return self.valued(lambda: divergence(logits, restricted[which]), accepted), accepted
 
     def by_label(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """The same by a single token: the target's first choice, or the one that the trace has."""
@@ -163,10 +161,13 @@ class Teacher:
             token = full_argmax(self.final[states], aim.full_head)[which]
         label = torch.where(aim.inside[token], aim.inside.cumsum(0)[token] - 1, -1)
         accepted = losses.label_share(logits, label)
-        if aim.loss == "tv":
-            return losses.total_variation(accepted), accepted
-        found = losses.hard_cross_entropy(logits, label)
-        return losses.likelihood_blend(found, accepted, aim.eta) if aim.loss == "lk" else found, accepted
+        return self.valued(lambda: losses.hard_cross_entropy(logits, label), accepted), accepted
+
+    def valued(self, divergence: Callable[[], Tensor], accepted: Tensor | None) -> Tensor:
+        """The loss that the aim names, [n]; a divergence is computed where it has a part in it."""
+        if self.aim.loss == "tv":
+            return losses.total_variation(accepted)
+        return losses.likelihood_blend(divergence(), accepted, self.aim.eta) if self.aim.loss == "lk" else divergence()
 
 
 def row_parts(rows: int, width: int, device: torch.device) -> list[slice]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from data import sources
 from data.chat import answer_points
+from data.estimate import synthetic
 from data.intake import EVALUATION, sources_of, wanted
 from data.prompts import Prompt, evaluation_prompts
 from data.store import read_manifest
@@ -36,9 +37,9 @@ class Counted:
 def written(recipe: Recipe) -> tuple[int, float]:
     """Prompts that the target writes, and their longest lengths, summed."""
     section = recipe.prompts
-    own = [(count or 0, source.max_tokens) for source, count in zip(sources_of(section), wanted(section))
-           if source.kind == "synthesis"]
-    return sum(count for count, _ in own), float(sum(count * longest for count, longest in own))
+    longest = sum((count or 0) * source.max_tokens for source, count in zip(sources_of(section), wanted(section))
+                  if source.kind == "synthesis")
+    return synthetic(recipe), float(longest)
 
 
 def characters(turns: list[dict]) -> int:

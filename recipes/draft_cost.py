@@ -5,6 +5,7 @@ for positions that carry loss, in every step. Legend: S sequence, P_k loss posit
 hidden, n taps, D draft vocabulary, I intermediate, nh/nkv heads, hd head dimension.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -90,33 +91,50 @@ def columns(tokens: float, chains: float) -> float:
     return max(1.0, tokens - 2 - max(0.0, chains - PART) / 2)
 
 
-def forward_flops(size: DraftSize, tokens: float, positions: list[float],
-                  share: float = 1.0) -> tuple[float, float, float, float]:
-    """Operations of the forward pass of one row: (what its first products cost, whose input needs no gradient; all
-    other trained products and attention; the drafter's head; the teacher's head)."""
-    once = 2 * tokens * size.fuse
-    rest = 2 * tokens * size.keys
-    for k, P in enumerate(computed(positions, share)):
-        rest += 2 * P * size.block + (2 * P * size.keys if k else 0)
-        # Scores are computed once more for the backward pass: seven products where others take six.
-        rest += 7 / 6 * 4 * P * columns(tokens, P) * size.heads * size.head_dim
-    return once, rest, 2 * sum(positions) * size.head, 2 * positions[0] * size.teacher
+def chain_flops(tokens: float, passed: Sequence[float], taught: Sequence[float], *, fuse: int, keys: int, step: int,
+                head: int, teacher: int, train_head: bool) -> float:
+    """Operations of the products with weights in one forward and backward pass: a matrix of n numbers costs 2n a
+    position forward, 2n for the gradient of its input and 2n for its own.
+
+    tokens: positions read; passed[k]: those that pass the layer in step k; taught[k]: those with loss. Numbers: `fuse`
+    of the fusing layer, `keys` of the key and value projections, `step` of what else a draft step applies, `head`, and
+    the frozen `teacher` head, which sees every state once.
+    """
+    return (4 * fuse * tokens  # its input is the target's: it needs no gradient
+            + 6 * keys * (tokens + sum(passed[1:]))
+            + 6 * step * sum(passed)
+            + (6 if train_head else 4) * head * sum(taught)
+            + 2 * teacher * (taught[0] if taught else 0))
+
+
+def attention_flops(size: DraftSize, tokens: float, passed: Sequence[float]) -> float:
+    """Operations of one product of queries with keys, all steps."""
+    return sum(2 * P * columns(tokens, P) * size.heads * size.head_dim for P in passed)
+
+
+def forward_flops(size: DraftSize, tokens: float, positions: list[float]) -> float:
+    """Operations of drafting from these positions, without a teacher."""
+    passed = computed(positions, 1.0)
+    products = (size.fuse * tokens + size.keys * (tokens + sum(passed[1:])) + size.block * sum(passed)
+                + size.head * sum(positions))
+    return 2 * products + 2 * attention_flops(size, tokens, passed)
 
 
 def train_flops(size: DraftSize, tokens: float, positions: list[float], share: float = 1.0) -> float:
-    """Operations of one row's forward and backward pass: a backward pass costs twice the forward one, once where no
-    gradient of the input (fusing layer) or of the weight (frozen head) is wanted, nothing for the teacher."""
-    once, rest, head, teacher = forward_flops(size, tokens, positions, share)
-    return 2 * once + 3 * rest + (3 if size.train_head else 2) * head + teacher
+    """Operations of one row's forward and backward pass. Attention takes seven products: the scores are computed once
+    more for the backward pass."""
+    passed = computed(positions, share)
+    return 7 * attention_flops(size, tokens, passed) + chain_flops(
+        tokens, passed, positions, fuse=size.fuse, keys=size.keys, step=size.block, head=size.head,
+        teacher=size.teacher, train_head=size.train_head)
 
 
-def mean_train_flops(size: DraftSize, tokens: float, spans: list[float], depth: int, first_depth: int,
-                     deepen_at: float, share: float = 1.0) -> float:
-    """train_flops of one row, averaged over a run that begins with `first_depth` unrolled steps."""
-    shallow = train_flops(size, tokens, worked(spans, min(first_depth, depth), share), share)
-    deep = train_flops(size, tokens, worked(spans, depth, share), share)
-    early = min(max(deepen_at, 0.0), 1.0)
-    return early * shallow + (1 - early) * deep
+def mean_train_flops(size: DraftSize, tokens: float, spans: list[float], unroll: Sequence[tuple[float, int]],
+                     share: float = 1.0) -> float:
+    """train_flops of one row, averaged over a run that unrolls, from each share of it on, so many steps."""
+    begins = [min(max(begin, 0.0), 1.0) for begin, _ in unroll]
+    return sum((end - begin) * train_flops(size, tokens, worked(spans, depth, share), share)
+               for (_, depth), begin, end in zip(unroll, begins, [*begins[1:], 1.0]))
 
 
 def optimizer_bytes(size: DraftSize, ranks: int, stage: int) -> float:

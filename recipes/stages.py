@@ -154,9 +154,7 @@ class Training:
     """What the recipe says of training."""
 
     size: DraftSize
-    depth: int
-    first_depth: int
-    deepen_at: float
+    unroll: tuple[tuple[float, int], ...]  # from which share of the run on how many steps
     share: float
     epochs: float
     batch_rows: int
@@ -177,13 +175,13 @@ def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section
     learnt, length = max(1.0, load.rows - load.validation), load.prompt + load.answer
     steps = draft.optimizer_steps(learnt, section.epochs, section.batch_rows, ranks, section.accumulation)
     spans = [load.answer, load.user] if load.user else [load.answer]
-    a_row = draft.mean_train_flops(size, length, spans, section.depth, section.first_depth, section.deepen_at,
-                                   section.share)
+    a_row = draft.mean_train_flops(size, length, spans, section.unroll, section.share)
+    depth = max(steps for _, steps in section.unroll)
     micro = ceil(section.epochs * learnt / ranks / section.batch_rows)
-    moved = 3 * 4 * size.parameters * (section.depth + 1)  # weights and their gradients pass the memory in each step
+    moved = 3 * 4 * size.parameters * (depth + 1)  # weights and their gradients pass the memory in each step
     busy = micro * (section.batch_rows * a_row / speed.flops + moved / speed.bandwidth
-                    + 3 * (section.depth + 1) * speed.layer_s)
-    forward = sum(draft.forward_flops(size, length, draft.worked([load.answer], section.validation_length))[:3])
+                    + 3 * (depth + 1) * speed.layer_s)
+    forward = draft.forward_flops(size, length, draft.worked([load.answer], section.validation_length))
     each = forward / speed.flops + section.validation_length * speed.layer_s
     checks = ceil(steps / section.validate_every)
     parts = {"start and loading": machine.start_s + weights_per_gpu(shape, keep) * keep.gpus / machine.disk,
@@ -197,7 +195,7 @@ def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section
     parts["reading states"] = read * held / machine.disk
     wanted = weights_per_gpu(shape, keep)
     itemsize = 2 if section.half else 4
-    positions = draft.worked([load.longest, 0.0], section.depth, section.share)
+    positions = draft.worked([load.longest, 0.0], depth, section.share)
     working = (draft.optimizer_bytes(size, ranks, section.zero_stage) + size.borrowed * keep.other_bits / 8
                + (2 * size.parameters if section.half else 0)
                + draft.activation_bytes(size, section.batch_rows, load.longest, positions, itemsize, section.share))

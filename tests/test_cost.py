@@ -145,7 +145,7 @@ def test_worked_positions_are_those_of_the_loss_mask(lengths, depth):
 @pytest.mark.parametrize("train_head", [True, False])
 def test_training_operations_are_those_of_the_drafter(depth, train_head):
     """FLOPs of forward and backward pass as torch counts the real drafter's products. Where the drafter's forward pass
-    changes, forward_flops has to follow."""
+    changes, train_flops has to follow."""
     module, size = drafter(depth=depth, train_head=train_head)
     with FlopCounterMode(display=False) as counter:
         module(batch(20, 12)).loss_sum.backward()
@@ -181,8 +181,10 @@ def test_thinned_chains_and_schedule():
     _, size = drafter()
     assert draft_cost.worked([9], 3, 0.5) == [8, 3.5, 1.5]
     one, three = (draft_cost.train_flops(size, 20, draft_cost.worked([9], d)) for d in (1, 3))
-    mean = draft_cost.mean_train_flops(size, 20, [9], depth=3, first_depth=1, deepen_at=0.25)
+    mean = draft_cost.mean_train_flops(size, 20, [9], [(0.0, 1), (0.25, 3)])
     assert mean == pytest.approx(0.25 * one + 0.75 * three)
+    later = draft_cost.mean_train_flops(size, 20, [9], [(0.0, 1), (0.0, 3), (0.5, 1)])
+    assert later == pytest.approx(0.5 * three + 0.5 * one)
 
 
 def test_optimizer_memory_by_stage():
@@ -268,7 +270,7 @@ def test_online_training_holds_and_runs_the_target():
 
     def trained(states: str, cached: float = 0.0) -> stages.Stage:
         return stages.train(shape, Format(), ONE, load, stages.Training(
-            size, 3, 1, 0.0, 1.0, 3.0, 1, 1, 200, 4, 2, 0, True, states, cached, "bfloat16"))
+            size, ((0.0, 3),), 1.0, 3.0, 1, 1, 200, 4, 2, 0, True, states, cached, "bfloat16"))
 
     stored, computed, half = trained("stored"), trained("computed"), trained("computed", 0.5)
     held = 20000 * 10 + (20000 * 3 + 10000) * 4096 * 2

@@ -1,20 +1,18 @@
 """What the trainer reports: each figure by hand or against an independent count."""
 
-import signal
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_trainer import make_trainer, trainer_base
+from tiny_trainer import trainer_base, trainers
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.batching import Plan, collate
 from drafters.base import LossOutput
-from drafters.flops import chain_flops
+from recipes.draft_cost import chain_flops
 from train import metrics
 
 
@@ -27,16 +25,15 @@ def base(tmp_path_factory):
 @pytest.fixture
 def build(base, tmp_path):
     """Makes a Trainer whose tracker is the list `logged`."""
-    handler, logged = signal.getsignal(signal.SIGTERM), []
+    for make in trainers(base, tmp_path):
+        logged = []
 
-    def make(**overrides):
-        trainer = make_trainer(base, tmp_path / "checkpoints", **overrides)
-        trainer.accelerator.log = lambda values, step: logged.append({"step": step, **values})
-        return trainer, logged
+        def logging(make=make, logged=logged, **overrides):
+            trainer = make(**overrides)
+            trainer.accelerator.log = lambda values, step: logged.append({"step": step, **values})
+            return trainer, logged
 
-    yield make
-    signal.signal(signal.SIGTERM, handler)
-    AcceleratorState._reset_state(True)
+        yield logging
 
 
 def test_simulated_length_by_hand():
@@ -85,9 +82,9 @@ def test_flops_by_hand():
     """Ten tokens, chains of 4 and 2 positions, every size another prime: each term once, written out."""
     sizes = {"fuse": 3, "keys": 5, "step": 7, "head": 11, "teacher": 13}
     wanted = 4 * 3 * 10 + 6 * 5 * (10 + 2) + 6 * 7 * 6 + 6 * 11 * 6 + 2 * 13 * 4
-    assert chain_flops(10, [4, 2], **sizes, train_head=True) == wanted
-    assert chain_flops(10, [4, 2], **sizes, train_head=False) == wanted - 2 * 11 * 6
-    assert chain_flops(0, [], **sizes, train_head=True) == 0
+    assert chain_flops(10, [4, 2], [4, 2], **sizes, train_head=True) == wanted
+    assert chain_flops(10, [4, 2], [4, 2], **sizes, train_head=False) == wanted - 2 * 11 * 6
+    assert chain_flops(0, [], [], **sizes, train_head=True) == 0
 
 
 @pytest.mark.parametrize("head", [True, False])
