@@ -72,3 +72,15 @@ def result(base: Path, name: str, step: int) -> tuple[dict[str, torch.Tensor], d
     trainer = json.loads((path / "trainer.json").read_text())
     return load_file(path / "drafter.safetensors"), load_file(path / "optimizer.safetensors"), (
         trainer["progress"]["curve"])
+
+
+def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Equal up to the order of sums."""
+    assert set(found) == set(wanted)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=2e-4)
+
+
+def counts(curve: list[dict]) -> list[tuple]:
+    """What a validation curve counted."""
+    return [(row["step"], row["drafts"], row["per_position"]) for row in curve]

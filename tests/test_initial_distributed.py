@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from launched import counts
 from published import maps, native, weights, write
 from safetensors.torch import load_file
-from test_train_distributed import ZERO2, counts, launch, result
+from test_train_distributed import ZERO2, launch, result
 from tiny import conversations, write_recipe, write_target, write_traces
 
 from drafters import checkpoint

@@ -1,15 +1,13 @@
 """Optimisers: who gets which parameters, resume bit for bit, rates by group, float32 masters, the clipped norm."""
 
-import signal
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from accelerate import DistributedType
-from accelerate.state import AcceleratorState
 from tiny import call
-from tiny_trainer import make_trainer, moments, same, trained_parameters, trainer_base, weights
+from tiny_trainer import moments, same, trained_parameters, trainer_base, trainers, weights
 
 from data.batching import collate
 from recipes.errors import ConfigError
@@ -33,10 +31,7 @@ def base(tmp_path_factory):
 @pytest.fixture
 def build(base, tmp_path):
     """Makes a Trainer as train/run.py does; settings override the recipe's."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield lambda rows=None, folder="checkpoints", **settings: make_trainer(base, tmp_path / folder, rows, **settings)
-    signal.signal(signal.SIGTERM, handler)
-    AcceleratorState._reset_state(True)
+    yield from trainers(base, tmp_path)
 
 
 def groups(trainer: Trainer) -> dict[str, dict]:

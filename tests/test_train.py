@@ -6,10 +6,9 @@ import signal
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tiny import conversations
-from tiny_trainer import make_trainer, moments, same, trained_parameters, trainer_base, weights
+from tiny_trainer import moments, same, trained_parameters, trainer_base, trainers, weights
 
 from data.batching import collate
 from data.capture import Conversation
@@ -32,10 +31,7 @@ def base(tmp_path_factory):
 @pytest.fixture
 def build(base, tmp_path):
     """Makes a Trainer as train/run.py does; settings override the recipe's."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield lambda rows=None, folder="checkpoints", **settings: make_trainer(base, tmp_path / folder, rows, **settings)
-    signal.signal(signal.SIGTERM, handler)
-    AcceleratorState._reset_state(True)
+    yield from trainers(base, tmp_path)
 
 
 def test_loss_falls(build):

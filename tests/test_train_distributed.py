@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched import ROOT, assert_close, counts
 from safetensors.torch import load_file
 from tiny import conversations, write_recipe, write_target, write_traces
 
 from train import checkpoints
 
-ROOT = Path(__file__).resolve().parent.parent
 DDP, ZERO1, ZERO2, ZERO3 = (("--config_file", f"recipes/accelerate/{name}.yaml")
                             for name in ("ddp-cpu", "zero1", "zero2", "zero3"))
 PLAIN = ("--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
@@ -77,16 +77,6 @@ def alone(base):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("trained: 3 steps")
     return result(base, "alone")
-
-
-def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert set(found) == set(wanted)
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=2e-4)
-
-
-def counts(curve: list[dict]) -> list[tuple]:
-    return [(row["step"], row["drafts"], row["per_position"]) for row in curve]
 
 
 def test_one_process_as_the_makefile_launches_it(alone):
@@ -172,7 +162,7 @@ def test_deepspeed_config_that_contradicts_the_recipe(base, tmp_path):
     config.write_text((ROOT / ZERO2[1]).read_text().replace("steps: auto", "steps: 1"))
     done = launch(base, "contradicts", ("--config_file", str(config)), "--train.accumulation", "2")
     assert done.returncode and "sets gradient_accumulation_steps = 1, the recipe 2; use auto" in done.stderr
-    assert f'File "{ROOT}' not in done.stderr  # torch's launcher has a traceback of its own
+    assert f'File "{ROOT / "train"}' not in done.stderr  # torch's launcher has a traceback of its own
 
 
 def test_wandb_stays_offline_and_goes_on(base, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import CONFIGS, result, train, whole_zero3
+from launched import CONFIGS, assert_close, counts, result, train, whole_zero3
 from tiny import conversations, load_target, write_recipe, write_target, write_traces
 from torch.distributed.tensor import DTensor
 
@@ -71,18 +71,8 @@ def ended(ranks: list) -> list[int]:
     return [rank.code for rank in ranks]
 
 
-def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert set(found) == set(wanted)
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=2e-4)
-
-
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert set(found) == set(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def counts(curve: list[dict]) -> list[tuple]:
-    return [(row["step"], row["drafts"], row["per_position"]) for row in curve]
 
 
 @pytest.mark.parametrize("parts", [pytest.param(False, marks=SLOW), True], ids=["whole", "parts"])

@@ -1,5 +1,7 @@
 """A Trainer on a random target of six layers and a few hand-made rows, in this process."""
 
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +43,15 @@ def make_trainer(base: SimpleNamespace, folder: Path, rows: list[int] | None = N
     origin = {"model": "tiny", "fingerprint": base.target.fingerprint()}
     settings = {"train": {"lr": section.lr, "epochs": section.epochs}, "traces": "tiny"}
     return Trainer(accelerator, drafter, base.reader, plan, section, folder, origin, settings)
+
+
+def trainers(base: SimpleNamespace, parent: Path) -> Iterator[Callable[..., Trainer]]:
+    """For a fixture: what makes Trainers with checkpoints in parent/`folder`; what they change in this process is put
+    back."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield lambda rows=None, folder="checkpoints", **settings: make_trainer(base, parent / folder, rows, **settings)
+    signal.signal(signal.SIGTERM, handler)
+    AcceleratorState._reset_state(True)
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
