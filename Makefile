@@ -99,4 +99,4 @@ compare serve-check doctor publish roi:
 	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
 
 clean:
-	rm -rf $(VENV) .venv-vllm .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-specforge .pytest_cache .ruff_cache .hypothesis
