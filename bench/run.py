@@ -10,7 +10,20 @@ from types import ModuleType
 
 from pydantic import PositiveInt
 
-from bench import answers, capture, decode, generate, passes, precision, products, rows, store, trained
+from bench import (
+    answers,
+    capture,
+    decode,
+    generate,
+    passes,
+    precision,
+    products,
+    rows,
+    store,
+    time_to_quality,
+    train_step,
+    trained,
+)
 from recipes.cli import Command, run
 from recipes.errors import ConfigError, RunError
 from recipes.schema import Recipe, opt
@@ -25,8 +38,9 @@ MEASURES: dict[str, ModuleType] = {  # each has its Options and measure(recipe, 
     "answers": answers,
     "precision": precision,
     "trained": trained,
+    "train_step": train_step,
+    "time_to_quality": time_to_quality,
 }
-NOT_BUILT = ("train_step", "time_to_quality")
 Options = make_dataclass("Options", [
     ("only", str, opt("", f"what to measure: {', '.join(MEASURES)}")),
     ("repeats", PositiveInt, opt(3, "turns whose median counts, after a warm-up")),
@@ -38,9 +52,7 @@ def check(name: str) -> None:
     """ConfigError for a name that cannot be measured; it names the nearest."""
     if name in MEASURES:
         return
-    if name in NOT_BUILT:
-        raise ConfigError(f"--only {name}: this measurement is not built yet; see docs/roadmap.md")
-    close = difflib.get_close_matches(name, [*MEASURES, *NOT_BUILT], n=1)
+    close = difflib.get_close_matches(name, MEASURES, n=1)
     hint = f"did you mean {close[0]}?" if close else f"names: {', '.join(MEASURES)}"
     raise ConfigError(f"--only {name}: unknown; {hint}" if name else f"--only NAME is missing; {hint}")
 
