@@ -25,7 +25,7 @@ from bench.step_cases import TAPS, Tables, compared, dense, differing, entropies
 from bench.step_cases import case as case_of
 from bench.trained import Judged, answered, conversation
 from bench.turns import CPU
-from data.batching import Plan, collate
+from data.batching import Plan, collate, with_user_turns
 from data.console import console
 from data.prompts import hold_out
 from data.store import TraceReader, TraceRow
@@ -78,9 +78,7 @@ def training_case(rows: list[TraceRow], user_turns: bool) -> dict[str, torch.Ten
     state behind a turn's last token is not stored.
     """
     batch = collate(rows)
-    turns = batch.turns[0]
-    if user_turns:  # a turn apart from every answer, as in training
-        turns = torch.where(turns < 0, turns.max() + 1, turns)
+    turns = with_user_turns(batch.turns[0]) if user_turns else batch.turns[0]
     taught = (batch.final[0] != 0).any(-1)
     mask = turns > 0
     return {"ids": batch.ids[0], "turns": turns.clamp_min(0), "starts": batch.starts[0], "taps": batch.taps[0],

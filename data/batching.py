@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from data.reader import RowReader
 from data.store import TraceRow
@@ -26,6 +27,11 @@ def collate(rows: list[TraceRow]) -> Batch:
     ids, taps = torch.cat([row.ids for row in rows]), torch.cat([row.taps.float() for row in rows])
     starts = begins.repeat_interleave(lengths)
     return Batch(ids[None], turns[None], taps[None], final[None], starts[None])
+
+
+def with_user_turns(turns: Tensor) -> Tensor:
+    """Turns by which the marked user turns (below 0) are learnt from too: as one apart from every answer."""
+    return torch.where(turns < 0, turns.max() + 1, turns)
 
 
 def epoch_order(rows: int, shards: Sequence[Hashable], mix: int, seed: int) -> list[int]:

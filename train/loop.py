@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.parallel import DistributedDataParallel
 
-from data.batching import Plan, collate
+from data.batching import Plan, collate, with_user_turns
 from data.reader import RowReader, fetch, rounds
 from drafters.base import Batch
 from eval.metrics import Acceptance
@@ -125,7 +125,7 @@ class Trainer:
         """A micro-batch; an empty one becomes a row without loss, so that every rank takes part."""
         batch = collate([self.reader[i] for i in self.filled(rows)])
         if self.section.user_turns:
-            batch.turns[batch.turns < 0] = int(batch.turns.max()) + 1  # a turn apart from every answer
+            batch.turns = with_user_turns(batch.turns)
         if not rows:
             batch.turns.zero_()
         return batch.to(self.accelerator.device, self.dtype)
