@@ -4,6 +4,8 @@ Legend: B rows in this call, R rows of the cache, q tokens a row, S capacity, W 
 nkv key/value heads, hd head dimension.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -50,49 +52,64 @@ class RowStore:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
+@dataclass
+class Place:
+    """Where the next forward writes and reads; a cache and its layers share one, so that none of them holds another.
+    A cycle would keep the keys of a whole batch until Python's collector comes by."""
+
+    rows: Tensor  # [B]
+    positions: Tensor  # [B, q]
+    whole: bool  # every row, in order
+    width: int  # W
+
+
 class _Layer(CacheLayerMixin):
-    """One layer as transformers sees it; the owner sets rows, positions and width before each forward."""
+    """One layer as transformers sees it."""
 
     is_sliding = False
 
-    def __init__(self, owner: "RowCache") -> None:
+    def __init__(self, place: Place, rows: int, capacity: int) -> None:
         super().__init__()
-        self.owner = owner
-        self.store = RowStore(owner.rows, owner.capacity)
+        self.place = place
+        self.store = RowStore(rows, capacity)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        owner = self.owner
-        self.store.write(key_states.transpose(1, 2), value_states.transpose(1, 2), owner.at_rows, owner.at_positions)
-        return self.store.read(None if owner.whole else owner.at_rows, owner.width)
+        place = self.place
+        self.store.write(key_states.transpose(1, 2), value_states.transpose(1, 2), place.rows, place.positions)
+        return self.store.read(None if place.whole else place.rows, place.width)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.width, 0
+        return self.place.width, 0
 
     def get_seq_length(self) -> int:
-        return self.owner.width
+        return self.place.width
 
     def get_max_length(self) -> int:
-        return self.owner.capacity
+        return self.store.capacity
 
 
 class RowCache(Cache):
     """A transformers cache over RowStores. Positions decide what is visible; the cache keeps no length."""
 
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
-        self.rows, self.capacity, self.width = rows, capacity, 0
-        self.at_rows = self.at_positions = torch.empty(0)
-        self.whole = True
-        super().__init__(layers=[_Layer(self) for _ in range(layers)])
+        self.rows, self.capacity = rows, capacity
+        self.place = Place(torch.empty(0), torch.empty(0), True, 0)
+        super().__init__(layers=[_Layer(self.place, rows, capacity) for _ in range(layers)])
+
+    @property
+    def width(self) -> int:
+        """Columns in use."""
+        return self.place.width
 
     def aim(self, rows: Tensor | None, positions: Tensor) -> None:
         """Says which rows [B] (None: all) and positions [B, q] the next forward writes and reads."""
-        self.whole = rows is None
-        self.at_rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
-        self.at_positions = positions
-        self.width = int(positions.max()) + 1
+        place = self.place
+        place.whole = rows is None
+        place.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
+        place.positions, place.width = positions, int(positions.max()) + 1
         if self.width > self.capacity:
             raise ValueError(f"position {self.width - 1} is beyond the cache of {self.capacity}")
 

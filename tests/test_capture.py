@@ -1,5 +1,6 @@
 """Hidden states of finished rows against transformers' own output_hidden_states, one row at a time."""
 
+from dataclasses import replace
 from itertools import combinations
 from math import inf
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from data.capture import A_PASS, Conversation, by_tokens, capture
 from drafters.target import Prefix, States
 from recipes.errors import RunError
-from tests.tiny import LAYERS, L, conversations, load_target, plain_model, write_target
+from tests.tiny import LAYERS, L, conversations, left_to_the_collector, load_target, plain_model, write_target
 
 ROWS = conversations(9, 2)
 
@@ -189,3 +190,9 @@ def test_forward_passes_stay_within_the_token_limit():
     fake = Fake()
     capture(fake, TALKS, 8, torch.float32)
     assert fake.widths == [8, 5]
+
+
+def test_states_of_a_pass_are_gone_with_it(tapped):
+    """Keys of a batch that wait for the collector make memory grow with the rows, by its chance."""
+    rows = [replace(row, ids=[7] * 5 + row.ids, turns=[0] * 5 + row.turns) for row in ROWS]  # a beginning to share
+    assert left_to_the_collector(lambda: capture(tapped, rows, 60)) == []

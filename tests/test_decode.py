@@ -6,7 +6,7 @@ from fakes import RuleDrafter, RuleTarget, counting_drafter, counting_llama, ora
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from tiny import LAYERS, V, chat_tokenizer, load_target, plain_model, write_target
+from tiny import LAYERS, V, chat_tokenizer, left_to_the_collector, load_target, plain_model, write_target
 
 from data.sampling import Sampling
 from drafters.registry import entry, options_of
@@ -225,3 +225,11 @@ def test_sampled_text_depends_on_the_seed_only():
         return [o.tokens for o in decoder.speculative([[2]] * 3, RuleDrafter(lambda *_: DRAFT), 2, True)]
 
     assert text(1) == text(1) != text(2)
+
+
+def test_caches_of_target_and_drafter_are_gone_with_the_answers(world):
+    target, _ = world
+    drafter = entry("eagle3").code.build(options_of("eagle3", {"draft_vocab_size": 40}), target,
+                                         {i: 1 for i in range(3, 60)}, seed=0).double().eval()
+    decoder = Decoder(target, LIMIT, end_ids=ENDS)
+    assert left_to_the_collector(lambda: decoder.run(PROMPTS, drafter, 3)) == []

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from data.generate import Answer, Generator, Request
 from data.sampling import Sampling, draw, probabilities, row_generator
 from drafters.cache import RowCache
-from tests.tiny import V, load_target, plain_model, write_target
+from tests.tiny import V, left_to_the_collector, load_target, plain_model, write_target
 
 ENDS = list(range(40, 46))  # several end ids, so that rows stop at different lengths
 LIMIT = 12
@@ -189,3 +189,7 @@ def test_progress_counts_every_token_and_no_request_is_no_work(target):
 def test_end_ids_default_to_the_targets_own(target):
     """Without explicit end ids the target's are used: its config and its tokenizer agree on <|im_end|> here."""
     assert Generator(target, 1, 1).end_ids == {2} and target.vocab_size == V
+
+
+def test_caches_of_a_batch_are_gone_with_it(target):
+    assert left_to_the_collector(lambda: Generator(target, LIMIT, 4).run(requests(6))) == []

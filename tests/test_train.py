@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import conversations
+from tiny import conversations, left_to_the_collector
 from tiny_trainer import moments, same, trained_parameters, trainer_base, trainers, weights
 
 from data.batching import collate
@@ -253,3 +253,9 @@ def test_half_written_checkpoints_are_not_seen(saved):
     path.write_text(path.read_text()[:40])
     with pytest.raises(RunError, match="step-000001: damaged checkpoint"):
         checkpoints.latest(saved.folder, saved.parts.settings, saved.parts.split)
+
+
+def test_a_step_leaves_nothing_to_the_collector(build):
+    trainer = build(train__epochs=1)
+    trainer.step()
+    assert left_to_the_collector(trainer.step) == []

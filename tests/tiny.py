@@ -3,8 +3,10 @@
 V 64 tokens of the target's vocabulary, H 32 hidden, L 6 layers: everything is random and seeded.
 """
 
+import gc
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,20 @@ def call(command: Command, recipe: Path, *flags: str) -> int:
     with pytest.raises(SystemExit) as stop:
         run(command, ["--config", str(recipe), *flags])
     return stop.value.code
+
+
+def left_to_the_collector(work: Callable[[], object]) -> list[torch.Tensor]:
+    """Tensors that nothing holds any more behind work(), except one another: they stay until Python's collector comes
+    by, while more are made."""
+    gc.collect()
+    flags = gc.get_debug()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        work()
+        gc.collect()
+        return [item for item in gc.garbage if isinstance(item, torch.Tensor)]
+    finally:
+        gc.set_debug(flags)
+        gc.enable()
+        gc.garbage.clear()
