@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +14,7 @@ from bench.rows import Result, Row, bench_folder, own, ratio_rows
 from bench.turns import in_turns, peak_bytes, reset_peak, timed
 from data.capture import Conversation, capture
 from data.codec import DTYPES, carrier
-from data.store import row_bytes, write_shard
+from data.store import row_bytes, shard_of, write_shard
 from data.writer import BackgroundWriter
 from drafters.target import Target
 from recipes.schema import Recipe, opt
@@ -22,7 +22,8 @@ from recipes.schema import Recipe, opt
 
 @dataclass
 class Options:
-    rows: PositiveInt = opt(192, "conversations captured and stored; peak memory also with a quarter of them")
+    rows: PositiveInt = opt(192, "conversations captured and stored")
+    rounds: PositiveInt = opt(4, "peak memory also where the same rows come so many times")
     answer_tokens: PositiveInt = opt(96, "mean length of their answers")
     shard_mb: PositiveInt = opt(16, "size of one shard")
 
@@ -77,7 +78,7 @@ class Store:
         with BackgroundWriter(self.write) as writer:
             for number, part in enumerate(self.shards(rows)):
                 traced, bad = self.captured(part)
-                writer.put(folder, f"shard-{number:05d}", traced, self.dtype, bad, "bench")
+                writer.put(folder, f"shard-{number:05d}", shard_of(traced, self.dtype), bad, "bench")
 
     def write(self, *args) -> None:
         began = time.perf_counter()
@@ -92,13 +93,14 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
     rows = conversations(prompts, options.rows, options.answer_tokens, target.vocab_size, recipe.prompts.seed)
     store = Store(target, DTYPES[recipe.trace.dtype], recipe.trace.batch_tokens, options.shard_mb,
                   bench_folder(recipe))
-    few = rows[: max(1, len(rows) // 4)]
-    store.stored(few)  # warms up
-    small = store.stored(few)  # before anything larger: memory that was once taken stays with the process
+    few = store.stored(rows)  # warms up; before anything larger: memory that was once taken stays with the process
+    again = [replace(row, id=f"{row.id}-{n}") for n in range(options.rounds) for row in rows]
+    many = store.stored(again)
     found = in_turns({"with the store": lambda turn: store.stored(rows), "without": lambda turn: store.without(rows)},
                      range(repeats))
     return Result(store_rows(rows, found["with the store"], found["without"])
-                  + memory_rows(small, found["with the store"], len(few), len(rows)))
+                  + memory_rows({len(rows): few.peak, len(again): many.peak})
+                  + [Row("store", "stored_bytes_per_row", few.bytes / len(rows), "bytes")])
 
 
 def store_rows(rows: list[Conversation], stored: list[Stored], without: list[float]) -> list[Row]:
@@ -117,10 +119,9 @@ def store_rows(rows: list[Conversation], stored: list[Stored], without: list[flo
     ]
 
 
-def memory_rows(small: Stored, stored: list[Stored], few: int, many: int) -> list[Row]:
-    """Peak resident memory with few and with many rows; null where the system cannot tell."""
-    peaks = {few: small.peak, many: None if small.peak is None else max(run.peak for run in stored)}
+def memory_rows(peaks: dict[int, int | None]) -> list[Row]:
+    """Peak resident memory by the number of rows, few and many; null where the system cannot tell."""
     rows = [Row(f"store_rows_{n}", "peak_bytes", peak, "bytes") for n, peak in peaks.items()]
-    grown = None if small.peak is None or few == many else (peaks[many] - peaks[few]) / (many - few)
-    return [*rows, Row("store", "peak_growth_per_row", grown, "bytes"),
-            Row("store", "stored_bytes_per_row", stored[0].bytes / many, "bytes")]
+    (few, small), (many, large) = min(peaks.items()), max(peaks.items())
+    grown = None if small is None or few == many else (large - small) / (many - few)
+    return [*rows, Row("store", "peak_growth_per_row", grown, "bytes")]

@@ -30,7 +30,7 @@ from data.settings import claim, describe, explicit, folder_mode, stores_states
 from data.sharing import check_ranks, neighbours, part_of, rows_digest
 from data.staging import Staging, UnitParts
 from data.states import Capture, check_states, open_states
-from data.store import FORMAT, TraceRow, bad_rows, row_bytes, write_shard
+from data.store import FORMAT, Shard, TraceRow, bad_rows, row_bytes, shard_of, write_shard
 from data.writer import BackgroundWriter
 from drafters.target import require_chat_template
 from drafters.tensor_parallel import lead, open_target
@@ -145,7 +145,7 @@ class Collector:
                                 completed=len(plan) - len(missing))
             for name, part in own.items():
                 traced, faults = self.traced(part, states)
-                writer.put(name, traced, faults, self.staging.spent([c.id for c in part]))
+                writer.put(name, shard_of(traced, self.dtype), faults, self.staging.spent([c.id for c in part]))
                 check(bad + faulty(len(faults)))
                 bar.advance(task)
         self.staging.forget()
@@ -162,9 +162,9 @@ class Collector:
         absent = {name for names, _ in found for name in names}
         return [name for name in plan if name in absent], sum(bad for _, bad in found)
 
-    def write(self, name: str, traced: list[TraceRow], faults: dict[str, str], spent: list[str]) -> None:
+    def write(self, name: str, shard: Shard, faults: dict[str, str], spent: list[str]) -> None:
         """Writes a shard, and then deletes the waiting parts that have no other rows."""
-        write_shard(self.folder / "shards", name, traced, self.dtype, faults, self.key)
+        write_shard(self.folder / "shards", name, shard, faults, self.key)
         self.place.finish_shard(name)
         self.staging.remove(spent)
 

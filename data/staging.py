@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data.capture import Conversation
-from data.store import ShardReader, TraceRow, final_positions, write_shard
+from data.store import ShardReader, TraceRow, final_positions, shard_of, write_shard
 from data.writer import BackgroundWriter
 from recipes.errors import RunError
 
@@ -42,7 +42,7 @@ class UnitParts:
     def flush(self) -> None:
         """Writes what has come, beside the decoding of the next rows."""
         if self.rows:
-            self.writer.put(self.folder, f"{self.unit}.{self.parts:03d}", self.rows, self.dtype, {}, self.key)
+            self.writer.put(self.folder, f"{self.unit}.{self.parts:03d}", shard_of(self.rows, self.dtype), {}, self.key)
             self.rows, self.held, self.parts = [], 0, self.parts + 1
 
     def __enter__(self) -> Self:

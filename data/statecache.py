@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from data.codec import decode
 from data.online import OnlineReader, as_stored
-from data.store import TraceRow, row_bytes, shard_complete, write_shard
+from data.store import TraceRow, row_bytes, shard_complete, shard_of, write_shard
 from recipes.errors import ConfigError, RunError
 from recipes.files import locked, sha256_json
 
@@ -110,7 +110,7 @@ class CachedReader:
             return self.online.without_states(self.online.rows[index])
         with locked(self.cache.parent):  # a row that fills an empty micro-batch is read by several ranks at once
             if not self.complete(index):
-                write_shard(self.cache, name_of(index), [row], self.online.dtype, {}, self.key)
+                write_shard(self.cache, name_of(index), shard_of([row], self.online.dtype), {}, self.key)
         return as_stored(row, self.online.dtype)
 
     def complete(self, index: int) -> bool:

@@ -60,6 +60,22 @@ def row_bytes(tokens: int, finals: int, taps_width: int, hidden: int, dtype: tor
     return storage.row_bytes(tokens, finals, taps_width // hidden, hidden, dtype.itemsize, scaled(dtype))
 
 
+@dataclass
+class Shard:
+    """Rows laid end to end and encoded, ready to be written, and what their list says of each."""
+
+    tensors: dict[str, Tensor]
+    rows: list[dict[str, Any]]
+
+
+def shard_of(rows: list[TraceRow], dtype: torch.dtype) -> Shard:
+    """The rows as a shard, to be made by the thread that computes: arithmetic of another one has threads of its own,
+    and once they are more than the cores, OpenMP lets all of them sleep at each barrier (docs/results.md)."""
+    return Shard(pack(rows, dtype), [
+        {"id": r.id, "split": r.split, "tokens": len(r.ids), "finals": len(r.final), "tail": r.tail,
+         "off_policy": r.off_policy} for r in rows])
+
+
 def pack(rows: list[TraceRow], dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a shard: ids [T], turns [T], taps [T, n*H], final [F, H], for 8 bits taps_scale [T, n] and
     final_scale [F, 1]."""
@@ -76,27 +92,23 @@ def pack(rows: list[TraceRow], dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-def write_shard(folder: Path, name: str, rows: list[TraceRow], dtype: torch.dtype, bad: dict[str, str],
-                key: str | None = None) -> None:
-    """Writes rows as one shard: temporary name, fsync, rename, then its list. `bad` names rows left out
+def write_shard(folder: Path, name: str, shard: Shard, bad: dict[str, str], key: str | None = None) -> None:
+    """Writes a shard: temporary name, fsync, rename, then its list. `bad` names rows left out
     and why; `key` is the manifest's, which ties the shard to its trace set.
     Raises RunError where the file system refuses it (full, read-only); no temporary file is left."""
-    tensors = pack(rows, dtype)
     path = folder / f"{name}.safetensors"
     temporary = folder / f".{name}.tmp"
     try:
-        save_file(tensors, temporary)
+        save_file(shard.tensors, temporary)
         with open(temporary, "rb") as f:
             os.fsync(f.fileno())
         checksum, size = sha256_file(temporary), temporary.stat().st_size
         os.replace(temporary, path)
         sync_folder(folder)
-        listed = {"name": name, "key": key, "sha256": checksum, "bytes": size, "bad": bad, "rows": [
-            {"id": r.id, "split": r.split, "tokens": len(r.ids), "finals": len(r.final), "tail": r.tail,
-             "off_policy": r.off_policy} for r in rows]}
+        listed = {"name": name, "key": key, "sha256": checksum, "bytes": size, "bad": bad, "rows": shard.rows}
         write_json(folder / f"{name}.json", listed | {"list_sha256": list_digest(listed)})
     except (OSError, SafetensorError) as error:
-        needed = sum(t.nbytes for t in tensors.values()) / 1e6
+        needed = sum(t.nbytes for t in shard.tensors.values()) / 1e6
         raise RunError(f"{path}: cannot be written ({needed:.0f} MB): {getattr(error, 'strerror', None) or error}; "
                        f"{MAKE_ROOM}") from None
     finally:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from data.codec import CODECS, DTYPES, carrier, decode, encode, error_bound, scaled
-from data.store import FORMAT, TraceReader, TraceRow, row_bytes, write_shard
+from data.store import FORMAT, TraceReader, TraceRow, row_bytes, shard_of, write_shard
 from recipes.schema import Trace
 
 QUANTISED = [torch.float8_e4m3fn, torch.int8]
@@ -93,7 +93,7 @@ def store(folder, dtype, lengths, hidden=128, n=3):
         finals = int((turns[1:] > 0).sum())
         rows.append(TraceRow(f"r{i}", "train", torch.randint(0, 64, (T,), generator=g), turns,
                              torch.randn(T, n * hidden, generator=g), torch.randn(finals, hidden, generator=g), []))
-    write_shard(folder / "shards", "s", rows, dtype, {}, "k")
+    write_shard(folder / "shards", "s", shard_of(rows, dtype), {}, "k")
     return folder, rows
 
 
@@ -129,6 +129,6 @@ def test_bytes_are_predicted_for_every_dtype(tmp_path, name):
 def test_shard_of_bad_rows_only_can_be_read(tmp_path, dtype):
     """A shard whose rows were all left out is complete and empty beside others (case 34)."""
     folder, _ = store(tmp_path / "t", dtype, [4])
-    write_shard(folder / "shards", "e", [], dtype, {"x": "NaN"}, "k")
+    write_shard(folder / "shards", "e", shard_of([], dtype), {"x": "NaN"}, "k")
     (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "key": "k", "shards": ["e", "s"]}))
     assert len(TraceReader(folder)) == 1

@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from data.store import FORMAT, TraceReader, TraceRow, bad_rows, final_positions, row_bytes, shard_complete, write_shard
+from data.store import (
+    FORMAT,
+    Shard,
+    TraceReader,
+    TraceRow,
+    bad_rows,
+    final_positions,
+    row_bytes,
+    shard_complete,
+    shard_of,
+    write_shard,
+)
 from recipes.errors import RunError
 from recipes.files import sha256_file
 
@@ -33,7 +44,8 @@ def make_store(folder, key: str = "k1", dtype: torch.dtype = torch.float32):
     rows = []
     for name, lengths in zip(NAMES, LENGTHS):
         part = [make_row(f"{name}-{n}", n, "validation" if n == 9 else "train") for n in lengths]
-        write_shard(folder / "shards", name, part, dtype, {"left-out": "NaN"} if name == NAMES[0] else {}, key)
+        bad = {"left-out": "NaN"} if name == NAMES[0] else {}
+        write_shard(folder / "shards", name, shard_of(part, dtype), bad, key)
         rows += part
     return folder, rows
 
@@ -70,10 +82,9 @@ def test_no_temporary_file_is_left(tmp_path):
     folder, _ = make_store(tmp_path / "t")
     expected = sorted(f"{name}.{kind}" for name in NAMES for kind in ("json", "safetensors"))
     assert sorted(p.name for p in (folder / "shards").iterdir()) == expected
-    with pytest.raises(RuntimeError):
-        write_shard(folder / "shards", "shard-00002", [make_row("a", 5), TraceRow(
-            "b", "train", torch.zeros(2), torch.zeros(2), torch.zeros(2, WIDTH + 1), torch.zeros(0, HIDDEN), [])],
-            torch.float32, {}, "k1")
+    shared = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="share memory"):
+        write_shard(folder / "shards", "shard-00002", Shard({"ids": shared, "turns": shared}, []), {}, "k1")
     assert sorted(p.name for p in (folder / "shards").iterdir()) == expected
 
 
@@ -187,6 +198,6 @@ def test_predicted_bytes_hold_within_five_per_cent(tmp_path_factory, lengths, dt
     folder = tmp_path_factory.mktemp("size")
     rows = [TraceRow(f"r{i}", "train", torch.zeros(n), torch.tensor([0] * 8 + [1] * (n - 8)),
                      torch.zeros(n, 3 * 32), torch.zeros(n - 8, 32), []) for i, n in enumerate(lengths)]
-    write_shard(folder, "s", rows, dtype, {}, "k1")
+    write_shard(folder, "s", shard_of(rows, dtype), {}, "k1")
     predicted = sum(row_bytes(len(r.ids), len(r.final), 96, 32, dtype) for r in rows)
     assert abs((folder / "s.safetensors").stat().st_size / predicted - 1) < 0.05

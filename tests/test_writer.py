@@ -177,3 +177,29 @@ def test_disk_that_fills_up_is_one_message_and_costs_nothing_finished(world, tmp
     assert "Traceback" not in full.stderr and "make room and run the same command again" in full.stderr
     assert shards(traces) == {} and not list(traces.rglob(".*")) and not list((traces / "answers").iterdir())
     assert trace(recipe) == 0 and shards(traces) == shards(reference)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
+def test_a_write_does_no_arithmetic_in_its_thread(tmp_path):
+    """A thread that computes has OpenMP threads of its own, and with more of them than cores every pass of the target
+    takes half as long again: the writer is one thread, however large the shard."""
+    script = f"""
+import os, sys, threading, torch
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from data.store import TraceRow, shard_of, write_shard
+from data.writer import BackgroundWriter
+torch.set_num_threads(2)
+row = TraceRow("a", "train", torch.zeros(4000).long(), torch.ones(4000).long(), torch.randn(4000, 600),
+               torch.randn(3999, 200), [])
+shard, counts = shard_of([row] * 4, torch.int8), []
+def write(*args):
+    write_shard(*args)
+    counts.append(len(os.listdir("/proc/self/task")))
+before = len(os.listdir("/proc/self/task"))
+with BackgroundWriter(write) as writer:
+    writer.put(Path({str(tmp_path)!r}), "s", shard, {{}})
+print(counts[0] - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "1", done.stderr

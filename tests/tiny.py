@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.capture import Conversation, bare, capture
-from data.store import FORMAT, write_shard
+from data.store import FORMAT, shard_of, write_shard
 from drafters.target import Target
 from recipes.cli import Command, run
 from recipes.files import write_json
@@ -81,7 +81,7 @@ def write_traces(run: Path, model: Path, rows: list[Conversation], mode: str = "
     assert not bad
     shards = run / "traces" / "shards"
     shards.mkdir(parents=True)
-    write_shard(shards, "shard-00000", traced, torch.float32, {}, "tiny")
+    write_shard(shards, "shard-00000", shard_of(traced, torch.float32), {}, "tiny")
     counts = Counter(t for r in rows if r.split == "train" for t, turn in zip(r.ids, r.turns) if turn)
     write_json(run / "traces" / "manifest.json", {
         "format": FORMAT, "mode": mode, "dtype": "float32", "key": "tiny", "target": target.fingerprint(),
