@@ -36,7 +36,8 @@ SAMPLE = 4  # prompts answered: one alone, then the others together
 SYNTHESISED = 3  # prompts a synthesis source is asked for, in tries of UNIT together
 UNIT = 8
 SHOWN = 400  # tokens of a row that are printed
-STYLES = {1: "bold green", 0: "dim", -1: "cyan"}  # answer, prompt, user turn that the target wrote itself
+STYLES = {1: "bold green", 0: "dim", -1: "cyan"}  # answer, prompt, user turn that training may learn from
+MARKS = {1: "⟦⟧", 0: ("", ""), -1: "⟨⟩"}
 
 
 class Stages(Protocol):
@@ -153,7 +154,7 @@ def warnings(recipe: Recipe, estimate: Estimate) -> list[str]:
 
 
 def coloured(tokenizer: PreTrainedTokenizerBase, row: Conversation) -> Text:
-    """A row's text: supervised tokens coloured and between brackets, prompt dim, special tokens reversed."""
+    """A row's text: what a drafter learns from coloured and between brackets, prompt dim, special tokens reversed."""
     special = set(special_tokens(tokenizer).values())
     text, place = Text(), 0
     while place < len(row.ids):
@@ -165,12 +166,13 @@ def coloured(tokenizer: PreTrainedTokenizerBase, row: Conversation) -> Text:
         while (stop < len(row.ids) and row.turns[stop] == turn and (row.ids[stop] in special) == control
                and not (stop == SHOWN // 2 and len(row.ids) > SHOWN)):
             stop += 1
-        if turn > 0 and (place == 0 or row.turns[place - 1] != turn):
-            text.append("⟦", STYLES[1])
-        style = STYLES[max(-1, min(1, turn))] + (" reverse" if control else "")
-        text.append(visible(tokenizer.decode(row.ids[place:stop])), style)
-        if turn > 0 and (stop == len(row.ids) or row.turns[stop] != turn):
-            text.append("⟧", STYLES[1])
+        kind = max(-1, min(1, turn))
+        opening, closing = MARKS[kind]
+        if place == 0 or row.turns[place - 1] != turn:
+            text.append(opening, STYLES[kind])
+        text.append(visible(tokenizer.decode(row.ids[place:stop])), STYLES[kind] + (" reverse" if control else ""))
+        if stop == len(row.ids) or row.turns[stop] != turn:
+            text.append(closing, STYLES[kind])
         place = stop
     return text
 
@@ -184,11 +186,12 @@ def show(console: Console, tokenizer: PreTrainedTokenizerBase, rows: list[Conver
          estimate: Estimate, free: int) -> None:
     """The sampled rows, then the estimate."""
     console.print(Text.assemble("mask: ", ("⟦supervised⟧", STYLES[1]), ", ", ("prompt", STYLES[0]), ", ",
-                                ("user turn of the target itself", STYLES[-1]), ", ", ("special token", "reverse")))
+                                ("⟨user turn, for train.user_turns⟩", STYLES[-1]), ", ", ("special token", "reverse")))
     for row in rows:
         origin = "given answer (off-policy)" if row.off_policy else "the target's answer"
-        console.print(Text(f"\n{row.id}: {len(row.ids)} tokens, {sum(t > 0 for t in row.turns)} supervised, "
-                           f"{origin}, ended by {row.finish}", "underline"), soft_wrap=True)
+        answer, user = sum(t > 0 for t in row.turns), sum(t < 0 for t in row.turns)
+        console.print(Text(f"\n{row.id}: {len(row.ids)} tokens, {answer} supervised, {user} of a user turn, {origin}, "
+                           f"ended by {row.finish}", "underline"), soft_wrap=True)
         console.print(coloured(tokenizer, row), soft_wrap=True)
     predicted, found = estimate.written
     table = Table("", "estimate", "at most", title="the whole run", title_justify="left")

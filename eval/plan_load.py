@@ -84,7 +84,7 @@ def loads(recipe: Recipe, folder: Path) -> tuple[Load, Load, list[Assumption]]:
     held = finished(recipe, folder)
     notes: list[Assumption] = []
     best, worst = from_manifest(recipe, held) if held else from_sources(recipe, notes)
-    accepted = span(recipe.plan, "acceptance", (1.3, 3.0), "an early drafter on few tokens to a good EAGLE-3 chain")
+    accepted = span(recipe.plan, "acceptance", (1.3, 3.0), "a good EAGLE-3 chain to an early drafter on few tokens")
     count, mean = evaluation(recipe, folder)
 
     def whole(load: Load, case: str) -> Load:

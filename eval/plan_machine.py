@@ -83,7 +83,7 @@ def machines(recipe: Recipe, found: Hardware, bits: float,
                  own if found.measured else EAGER, more_is_better=False)
     fixed = found.measured or bool(section.layer_us)
     engine = layer if fixed else Assumption("layer_us of a serving engine", 0, 150, GRAPHS)
-    disk = span(section, "disk_mb_s", (200, 2000), "from a network disk to a local NVMe")
+    disk = span(section, "disk_mb_s", (200, 2000), "from a local NVMe to a network disk")
     start = Assumption("seconds to start a stage", 10, 60, "imports and first calls")
     base = Assumption("GB of a process", 0.7 if found.cpu else 0.5, 1.5, "libraries; on a GPU its context")
     overlap = Assumption("overlap of moving and computing", 8.0, 1.0, "exponent of the norm: nearly all, or none")

@@ -29,7 +29,8 @@ class Command:
 
 
 def help_text(command: Command) -> str:
-    lines = [command.about, "", f"usage: {command.name} --config RECIPE.yaml [--section.field value ...]", ""]
+    lines = [command.about, "", f'usage: {command.name} RECIPE=recipes/x.yaml ARGS="--section.field value ..."',
+             "or the command that it prints, with --config recipes/x.yaml --section.field value ...", ""]
     lines += ["  --config FILE  the recipe", "  --cache-dir DIR  short for --target.cache_dir"]
     lines += ["  --debug  show the traceback of an error"]
     lines += [f"  --{name}  {about}" for name, about in command.switches.items()]

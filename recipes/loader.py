@@ -5,6 +5,8 @@ An unknown key, in the file or on the command line, is an error that names the n
 
 import dataclasses
 import difflib
+import re
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -17,34 +19,41 @@ from recipes.errors import ConfigError
 from recipes.schema import Recipe
 
 
-def parse_into(cls: type, values: dict[str, Any], where: str) -> Any:
-    """Builds dataclass `cls` from plain values. `where` names the file or flag in the error.
+def parse_into(cls: type, values: dict[str, Any], where: str, flagged: Iterable[str] = ()) -> Any:
+    """Builds dataclass `cls` from plain values. `where` names their file in an error; values of the dotted names
+    `flagged` came from the command line.
 
     Raises ConfigError for an unknown key (naming the nearest valid one) or a value of the wrong type.
     """
-    check_keys(cls, values, where, "")
+    check_keys(cls, values, where, "", flagged)
     try:
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{where}: {key} = {first['input']!r}: {first['msg']}") from None
+        raise ConfigError(f"{source(where, key, flagged)}: {key} = {first['input']!r}: {first['msg']}") from None
 
 
-def check_keys(cls: type, values: Any, where: str, prefix: str) -> None:
+def source(where: str, key: str, flagged: Iterable[str]) -> str:
+    """`where`, or the command line for a value that is, or lies in, one of the names `flagged`."""
+    return "command line" if any(re.match(rf"{re.escape(name)}(\W|$)", key) for name in flagged) else where
+
+
+def check_keys(cls: type, values: Any, where: str, prefix: str, flagged: Iterable[str] = ()) -> None:
     """Raises ConfigError for the first key of `values` that dataclass `cls` does not have."""
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: {prefix.rstrip('.') or 'the recipe'} must be a mapping, not {values!r}")
     known = {f.name: f for f in fields(cls)}
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {prefix}{key!s}{nearest(f'{prefix}{key}', prefix, known)}")
+            raise ConfigError(f"{source(where, f'{prefix}{key}', flagged)}: unknown key {prefix}{key!s}"
+                              f"{nearest(f'{prefix}{key}', prefix, known)}")
         kind = known[key].type
         if is_dataclass(kind):
-            check_keys(kind, value, where, f"{prefix}{key}.")
+            check_keys(kind, value, where, f"{prefix}{key}.", flagged)
         elif get_origin(kind) is list and is_dataclass(get_args(kind)[0]) and isinstance(value, list):
             for i, item in enumerate(value):
-                check_keys(get_args(kind)[0], item, where, f"{prefix}{key}[{i}].")
+                check_keys(get_args(kind)[0], item, where, f"{prefix}{key}[{i}].", flagged)
 
 
 def nearest(key: str, prefix: str, known: dict[str, Any]) -> str:
@@ -125,7 +134,7 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Re
         if name not in known and not name.startswith("drafter.options."):
             raise ConfigError(f"--{name}: unknown option{nearest(name, '', known)}")
     override(values, overrides or {}, known, str(path))
-    recipe = parse_into(Recipe, values, str(path))
+    recipe = parse_into(Recipe, values, str(path), overrides or ())
     if not recipe.name or "/" in recipe.name or recipe.name.startswith("."):
         raise ConfigError(f"{path}: name = {recipe.name!r}: must be a plain folder name")
     check_url(recipe.trace.url, f"{path}: trace.url")

@@ -152,15 +152,15 @@ def test_screen_shows_rows_counts_and_estimate(tmp_path, model):
 
 
 def test_colours_follow_the_mask():
-    """Hand-written row: prompt dim, answer green, own user turn cyan, special tokens reversed, markup and terminal
-    codes shown as text, brackets around each supervised span."""
+    """Hand-written row: prompt dim, answer green, user turn to learn from cyan, special tokens reversed, markup and
+    terminal codes shown as text, brackets around each span that is learnt from."""
     tokenizer = chat_tokenizer()
     ids = tokenizer("<|im_start|>ab<|im_end|>cd<|im_end|>", add_special_tokens=False)["input_ids"]
     text = preview.coloured(tokenizer, Conversation("r", "train", ids, [0, -1, -1, -1, 1, 1, 1], [], "stop"))
-    assert text.plain == "<|im_start|>ab<|im_end|>⟦cd<|im_end|>⟧"
+    assert text.plain == "<|im_start|>⟨ab<|im_end|>⟩⟦cd<|im_end|>⟧"
     assert [(text.plain[s.start : s.end], s.style) for s in text.spans] == [
-        ("<|im_start|>", "dim reverse"), ("ab", "cyan"), ("<|im_end|>", "cyan reverse"), ("⟦", "bold green"),
-        ("cd", "bold green"), ("<|im_end|>", "bold green reverse"), ("⟧", "bold green")]
+        ("<|im_start|>", "dim reverse"), ("⟨", "cyan"), ("ab", "cyan"), ("<|im_end|>", "cyan reverse"), ("⟩", "cyan"),
+        ("⟦", "bold green"), ("cd", "bold green"), ("<|im_end|>", "bold green reverse"), ("⟧", "bold green")]
     assert preview.visible("a\x1b[31m\tb\n[red]") == "a␛[31m\tb\n[red]"
 
 

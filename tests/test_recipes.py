@@ -80,6 +80,18 @@ def test_wrong_value_names_file_field_and_value(tmp_path, text, field, value):
     assert str(error.value).startswith(f"{path}: {field} = {value}: ")
 
 
+@pytest.mark.parametrize("flag, text, message", [
+    ("train.lr", "fast", "command line: train.lr = 'fast': "),
+    ("prompts.sources", "[{knd: jsonl}]", "command line: unknown key prompts.sources[0].knd"),
+    ("prompts.sources", "[{count: -1}]", "command line: prompts.sources.0.count = -1: "),
+    ("train.lr_", "1", "--train.lr_: unknown option"), ("train.seed", "1", "FILE: train.epochs = 'x': ")])
+def test_a_value_of_the_command_line_is_not_laid_on_the_file(tmp_path, flag, text, message):
+    path = write(tmp_path, "train: {epochs: x}" if flag == "train.seed" else "train: {lr: 0.5}")
+    with pytest.raises(ConfigError) as error:
+        load_recipe(path, {flag: text})
+    assert str(error.value).startswith(message.replace("FILE", str(path)))
+
+
 @pytest.mark.parametrize("text", ["", "- a\n- b", "train: 3", "a: [", "name: a/b", "name: .hidden", "name: ''",
                                   "train:"])
 def test_not_a_recipe(tmp_path, text):

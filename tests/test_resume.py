@@ -31,7 +31,7 @@ def drop(trainer) -> None:
     trainer.drafter.fuse = lambda taps: F.dropout(fuse(taps), 0.2, trainer.drafter.training)
 
 
-def test_killed_within_an_accumulation(build):  # noqa: F811
+def test_killed_within_an_accumulation(build, capsys):  # noqa: F811
     """A run that dies in the second of three micro-batches of its third step, in the middle of an epoch, ends after a
     resume with the bits of an undisturbed run: weights, moments, curve; so does torch's own random state (case 19)."""
     whole, first = build(folder="whole", **RUN), build(**RUN)
@@ -54,7 +54,7 @@ def test_killed_within_an_accumulation(build):  # noqa: F811
     again = build(**RUN)
     drop(again)
     again.resume()
-    assert again.progress.step == 2
+    assert f"goes on from {again.folder / 'step-000002'}, step 2 of 3" in capsys.readouterr().out
     again.run()
     assert again.total == 3 < again.plan.steps_per_epoch
     assert same(weights(again), weights(whole)) and same(moments(again), moments(whole))

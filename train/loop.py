@@ -59,6 +59,7 @@ class Trainer:
                 checkpoints.point_best(self.folder, self.progress)
             if self.progress.step < self.total:
                 checkpoints.load(path, self.parts)
+                self.accelerator.print(f"goes on from {path}, step {self.progress.step} of {self.total}")
 
     def run(self) -> None:
         """Trains to the last step. SIGTERM saves at the next step and exits 143."""
@@ -72,7 +73,8 @@ class Trainer:
             while self.progress.step < self.total:
                 note = self.step()
                 bar.update(task, completed=self.progress.step, note=note)
-                if not bar.console.is_terminal and self.progress.step % (10 * self.section.log_every) == 0:
+                told = self.progress.step % (10 * self.section.log_every) == 0 or self.progress.step == self.total
+                if told and not bar.console.is_terminal:
                     bar.console.print(f"step {self.progress.step}/{self.total} {note}", soft_wrap=True)
                 due = self.progress.step % self.section.validate_every == 0 or self.progress.step == self.total
                 if due:
@@ -195,5 +197,5 @@ class Trainer:
     def display(self) -> Progress:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
                    TextColumn("{task.fields[note]}"), TimeRemainingColumn())
-        return Progress(*columns, console=Console(stderr=True, quiet=not self.accelerator.is_main_process),
-                        disable=not self.accelerator.is_main_process)
+        console = Console(stderr=True, quiet=not self.accelerator.is_main_process)
+        return Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
