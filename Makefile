@@ -20,7 +20,7 @@ export GOMP_SPINCOUNT ?= 10000
 export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
 
-.PHONY: help demo test test-slow test-vllm lint trace inspect train eval export plan compare serve-check doctor publish roi launch bench clean
+.PHONY: help demo test test-slow test-vllm lint trace inspect layers train eval export plan compare serve-check doctor publish roi launch bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make plan        memory, disk, time and cost of each stage before anything is rented (docs/plan.md)"
 	@echo "make launch      files for several nodes; ARGS=\"--nodes 2 --gpus 8 --scheduler slurm|torchrun|accelerate\""
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
+	@echo "make layers      searches the target layers that feed a drafter best, on a part of the traces (docs/training.md)"
 	@echo "make bench       ARGS=\"--only NAME\": speeds, each in turns with what it is compared with (docs/bench.md)"
 
 $(READY): pyproject.toml constraints.txt
@@ -51,6 +52,9 @@ demo: $(READY)
 
 trace: $(READY)
 	$(PY) -m data.collect --config $(RECIPE) $(ARGS)
+
+layers: $(READY)
+	$(PY) -m train.layer_search --config $(RECIPE) $(ARGS)
 
 inspect: $(READY)
 	$(PY) -m data.tracetool --config $(RECIPE) $(ARGS)

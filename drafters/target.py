@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
@@ -114,9 +115,9 @@ class Target:
         if self.grouped:
             use_skinny_linear(self.model)
             self.model.set_attn_implementation(GROUPED)
-        self.layers = self.check_layers(layers)
         self.seen: dict[int, Tensor] = {}
-        self.watch()
+        self.hooks: list[RemovableHandle] = []
+        self.tap(layers)
         self.check_head()
 
     def placement(self) -> dict[str, Any]:
@@ -167,12 +168,15 @@ class Target:
             raise ConfigError(f"trace.layers = {chosen}: must be distinct, ascending and within 0..{self.depth}")
         return chosen
 
-    def watch(self) -> None:
-        """Hooks that keep the state entering each tapped layer; id L is what enters the final norm."""
-        base = self.model.get_decoder()
-        for k in self.layers:
-            module = base.layers[k] if k < self.depth else base.norm
-            module.register_forward_pre_hook(self.keeper(k), with_kwargs=True)
+    def tap(self, layers: list[int] | None) -> None:
+        """Passes give the states entering these layers from now on (empty: the default ones; None: none); id L is what
+        enters the final norm. Raises ConfigError as check_layers does."""
+        self.layers, base = self.check_layers(layers), self.model.get_decoder()
+        for hook in self.hooks:
+            hook.remove()
+        self.seen.clear()
+        modules = {k: base.layers[k] if k < self.depth else base.norm for k in self.layers}
+        self.hooks = [m.register_forward_pre_hook(self.keeper(k), with_kwargs=True) for k, m in modules.items()]
 
     def keeper(self, k: int):
         def keep(module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -48,14 +48,33 @@ class Acceptance:
         return [a / b if b else 0.0 for a, b in zip(self.accepted, before)]
 
 
+def resampled(prompts: int, seed: int, draws: int) -> np.ndarray:
+    """Indices [draws, prompts] of prompts drawn with replacement."""
+    return np.random.default_rng(seed).integers(0, prompts, size=(draws, prompts))
+
+
+def ratios(values: np.ndarray, weights: np.ndarray, picks: np.ndarray) -> np.ndarray:
+    """sum(values) / sum(weights) of each draw: [draws]; NaN where the weights are all zero."""
+    totals = weights[picks].sum(1)
+    return values[picks].sum(1) / np.where(totals == 0, np.nan, totals)
+
+
 def bootstrap(values: np.ndarray, weights: np.ndarray, seed: int, draws: int = 2000) -> list[float]:
     """95 % interval of sum(values) / sum(weights) by resampling prompts with replacement."""
     if len(values) < 2:
         return [float("nan")] * 2
-    picks = np.random.default_rng(seed).integers(0, len(values), size=(draws, len(values)))
-    totals = weights[picks].sum(1)
-    ratios = values[picks].sum(1) / np.where(totals == 0, np.nan, totals)
-    return [float(x) for x in np.nanpercentile(ratios, [2.5, 97.5])]
+    found = ratios(values, weights, resampled(len(values), seed, draws))
+    return [float(x) for x in np.nanpercentile(found, [2.5, 97.5])]
+
+
+def bootstrap_difference(a: np.ndarray, a_weights: np.ndarray, b: np.ndarray, b_weights: np.ndarray, seed: int,
+                         draws: int = 2000) -> list[float]:
+    """95 % interval of sum(a) / sum(a_weights) - sum(b) / sum(b_weights), each over the same resampled prompts."""
+    if len(a) < 2:
+        return [float("nan")] * 2
+    picks = resampled(len(a), seed, draws)
+    found = ratios(a, a_weights, picks) - ratios(b, b_weights, picks)
+    return [float(x) for x in np.nanpercentile(found, [2.5, 97.5])]
 
 
 def repeated_share(tokens: list[int], n: int = 8) -> float:

@@ -31,12 +31,17 @@ from train.launch import start
 from train.loop import Trainer
 
 
-def check_traces(reader: RowReader, target: Target, layers: list[int]) -> None:
-    """ConfigError where the traces are of another target or of other layers (cases 36, 04)."""
+def check_target(reader: RowReader, target: Target) -> None:
+    """ConfigError where the traces are of another target (case 36)."""
     for part, value in target.fingerprint().items():
         if reader.manifest["target"].get(part) != value:
             raise ConfigError(f"{reader.folder}: traced from {reader.manifest['model']}, whose {part} differs from "
                               "this target's; run `make trace` under another name")
+
+
+def check_traces(reader: RowReader, target: Target, layers: list[int]) -> None:
+    """ConfigError where the traces are of another target or of other layers (cases 36, 04)."""
+    check_target(reader, target)
     if reader.manifest["layers"] != layers:
         raise ConfigError(f"{reader.folder}: traced layers {reader.manifest['layers']}, the recipe wants {layers}")
 
