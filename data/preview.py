@@ -157,21 +157,24 @@ def coloured(tokenizer: PreTrainedTokenizerBase, row: Conversation) -> Text:
     """A row's text: what a drafter learns from coloured and between brackets, prompt dim, special tokens reversed."""
     special = set(special_tokens(tokenizer).values())
     text, place = Text(), 0
+    cut = SHOWN // 2 if len(row.ids) > SHOWN else len(row.ids)  # a middle is left out here: spans end, and begin anew
+    begins = {0}
     while place < len(row.ids):
-        if place == SHOWN // 2 and len(row.ids) > SHOWN:
+        if place == cut:
             place = len(row.ids) - SHOWN // 2
+            begins = {place}
             text.append(f" ... {len(row.ids) - SHOWN} tokens ... ", "italic")
         turn, control = row.turns[place], row.ids[place] in special
         stop = place + 1  # tokens are decoded together: a character may take several
         while (stop < len(row.ids) and row.turns[stop] == turn and (row.ids[stop] in special) == control
-               and not (stop == SHOWN // 2 and len(row.ids) > SHOWN)):
+               and stop != cut):
             stop += 1
         kind = max(-1, min(1, turn))
         opening, closing = MARKS[kind]
-        if place == 0 or row.turns[place - 1] != turn:
+        if place in begins or row.turns[place - 1] != turn:
             text.append(opening, STYLES[kind])
         text.append(visible(tokenizer.decode(row.ids[place:stop])), STYLES[kind] + (" reverse" if control else ""))
-        if stop == len(row.ids) or row.turns[stop] != turn:
+        if stop in (cut, len(row.ids)) or row.turns[stop] != turn:
             text.append(closing, STYLES[kind])
         place = stop
     return text

@@ -68,13 +68,13 @@ def bootstrap(values: np.ndarray, weights: np.ndarray, seed: int, draws: int = 2
 
 
 def bootstrap_difference(a: np.ndarray, a_weights: np.ndarray, b: np.ndarray, b_weights: np.ndarray, seed: int,
-                         draws: int = 2000) -> list[float]:
-    """95 % interval of sum(a) / sum(a_weights) - sum(b) / sum(b_weights), each over the same resampled prompts."""
+                         level: float = 0.95, draws: int = 2000) -> list[float]:
+    """Interval of sum(a) / sum(a_weights) - sum(b) / sum(b_weights), each over the same resampled prompts."""
     if len(a) < 2:
         return [float("nan")] * 2
     picks = resampled(len(a), seed, draws)
     found = ratios(a, a_weights, picks) - ratios(b, b_weights, picks)
-    return [float(x) for x in np.nanpercentile(found, [2.5, 97.5])]
+    return [float(x) for x in np.nanpercentile(found, [50 - 50 * level, 50 + 50 * level])]
 
 
 def repeated_share(tokens: list[int], n: int = 8) -> float:

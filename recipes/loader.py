@@ -136,8 +136,9 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Re
     override(values, overrides or {}, known, str(path))
     recipe = parse_into(Recipe, values, str(path), overrides or ())
     if not recipe.name or "/" in recipe.name or recipe.name.startswith("."):
-        raise ConfigError(f"{path}: name = {recipe.name!r}: must be a plain folder name")
-    check_url(recipe.trace.url, f"{path}: trace.url")
+        raise ConfigError(f"{source(str(path), 'name', overrides or ())}: name = {recipe.name!r}: must be a plain "
+                          "folder name")
+    check_url(recipe.trace.url, f"{source(str(path), 'trace.url', overrides or ())}: trace.url")
     return recipe
 
 

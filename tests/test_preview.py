@@ -169,7 +169,9 @@ def test_long_row_is_shown_by_its_ends():
     tokenizer = chat_tokenizer()
     ids = tokenizer("a" * 500 + "b" * 500, add_special_tokens=False)["input_ids"]
     text = preview.coloured(tokenizer, Conversation("r", "train", ids, [0] * 500 + [1] * 500, [], "stop")).plain
-    assert text == "a" * 200 + " ... 600 tokens ... " + "b" * 200 + "⟧"
+    assert text == "a" * 200 + " ... 600 tokens ... ⟦" + "b" * 200 + "⟧"
+    text = preview.coloured(tokenizer, Conversation("r", "train", ids, [-1] * 500 + [1] * 500, [], "stop")).plain
+    assert text == "⟨" + "a" * 200 + "⟩ ... 600 tokens ... ⟦" + "b" * 200 + "⟧"
 
 
 def test_what_would_stop_the_run_is_a_warning(tmp_path, small, monkeypatch):

@@ -84,6 +84,7 @@ def test_wrong_value_names_file_field_and_value(tmp_path, text, field, value):
     ("train.lr", "fast", "command line: train.lr = 'fast': "),
     ("prompts.sources", "[{knd: jsonl}]", "command line: unknown key prompts.sources[0].knd"),
     ("prompts.sources", "[{count: -1}]", "command line: prompts.sources.0.count = -1: "),
+    ("name", "a/b", "command line: name = 'a/b'"), ("trace.url", "s3://a:b@c", "command line: trace.url: holds"),
     ("train.lr_", "1", "--train.lr_: unknown option"), ("train.seed", "1", "FILE: train.epochs = 'x': ")])
 def test_a_value_of_the_command_line_is_not_laid_on_the_file(tmp_path, flag, text, message):
     path = write(tmp_path, "train: {epochs: x}" if flag == "train.seed" else "train: {lr: 0.5}")

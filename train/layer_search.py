@@ -5,6 +5,7 @@ set of taps trains a fresh drafter on the same rows for the same steps, with the
 `make train` judges: by replayed acceptance over the validation rows. A set that was judged is never trained again.
 """
 
+import gc
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +22,14 @@ from torch import Tensor
 
 from data.batching import epoch_order, plan_for
 from data.capture import Conversation, capture
+from data.codec import DTYPES, carrier
 from data.console import console
+from data.online import as_stored
 from data.reader import open_rows
 from data.store import TraceReader, TraceRow
 from drafters.initial import begin
 from drafters.placement import on_one_process
+from drafters.registry import options_of
 from drafters.target import Target
 from eval.metrics import bootstrap_difference
 from eval.replay import replay
@@ -38,6 +42,10 @@ from train.loop import Trainer
 from train.run import check_target, check_user_turns
 
 CANDIDATES = 10  # about so many places are tried unless told otherwise
+FEWEST = 8  # validation rows; an interval from fewer says nothing
+DRAWS = 20_000  # enough for the narrow tails of many intervals
+METHOD = 1  # of judging a set: sets judged by another one are not compared
+UNUSED = ("epochs", "tracker", "log_every", "validate_every", "save_every", "keep", "peak_tflops", "shuffle_shards")
 Taps = tuple[int, ...]
 
 
@@ -113,8 +121,8 @@ def search(start: Taps, candidates: Sequence[int], judge: Callable[[Taps], Judge
     best = judge(start)
     for _ in range(sweeps):
         before = best
-        for place in range(len(start)):
-            rest = [k for i, k in enumerate(best.layers) if i != place]
+        for tap in before.layers:  # those not moved yet are still there
+            rest = [k for k in best.layers if k != tap]
             for k in sorted(set(candidates) - set(rest)):
                 found = judge(tuple(sorted([*rest, k])))
                 if found.mean_length > best.mean_length:
@@ -134,36 +142,47 @@ class Bench:
         self.held = list(target.layers)
         self.path = folder / "layers.json"
         self.counts = {int(t): n for t, n in source.manifest["draft_vocabulary_counts"].items()}
-        self.key = sha256_json({"traces": source.manifest["key"], "rows": options.rows, "steps": options.steps,
-                                "train": asdict(recipe.train), "drafter": asdict(recipe.drafter)})
+        self.dtype = DTYPES[source.manifest["dtype"]]
+        trained = {name: value for name, value in asdict(recipe.train).items() if name not in UNUSED}
+        self.key = sha256_json({"method": METHOD, "traces": source.manifest["key"], "rows": options.rows,
+                                "steps": options.steps, "train": trained, "drafter": recipe.drafter.kind,
+                                "options": asdict(options_of(recipe.drafter.kind, recipe.drafter.options))})
         self.judged = self.earlier()
         self.rows: list[TraceRow] = []
 
     def earlier(self) -> dict[Taps, Judged]:
-        """What a run of the same settings has judged."""
+        """What a run of the same settings has judged. A file of other settings is moved aside."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if found["key"] == self.key:
-                return {tuple(row["layers"]): Judged(**row) for row in found["sets"]}
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
+                sets = {tuple(row["layers"]): Judged(**row) for row in found["sets"]}
+                console.print(f"{self.path}: {len(sets)} sets are known from an earlier run", highlight=False)
+                return sets
+            aside = self.path.with_name(f"layers-{found['key'][:8]}.json")
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError):
+            aside = self.path.with_name("layers-unreadable.json")
+        self.path.replace(aside)
+        console.print(f"{self.path} was of other settings: moved to {aside.name}", highlight=False)
         return {}
 
     def __call__(self, layers: Taps) -> Judged:
         if layers not in self.judged:
-            began = time.perf_counter()
-            self.judged[layers] = self.train(layers, began)
+            self.rows = self.rows or self.capture()
+            found = self.judged[layers] = self.train(layers)
+            self.accelerator.free_memory()
+            gc.collect()  # under mixed precision accelerate leaves a drafter that holds itself
             self.save({})
-        found = self.judged[layers]
-        console.print(f"{list(layers)}: length {found.mean_length:.3f}, {found.seconds:.0f} s", highlight=False)
-        return found
+            console.print(f"{list(layers)}: length {found.mean_length:.3f}, {found.seconds:.0f} s", highlight=False)
+        return self.judged[layers]
 
     def save(self, result: dict[str, Any]) -> None:
         write_json(self.path, {"key": self.key, **result, "sets": [asdict(row) for row in self.judged.values()]})
 
-    def train(self, layers: Taps, began: float) -> Judged:
+    def train(self, layers: Taps) -> Judged:
         """A fresh drafter of these taps, trained for the steps of the search."""
-        self.rows = self.rows or self.capture()
+        began = time.perf_counter()
         self.target.layers = list(layers)
         begun = begin(self.recipe.drafter, self.target, self.counts, self.recipe.train.seed)
         reader = Columns(self.rows, self.held, layers, self.source)
@@ -175,54 +194,72 @@ class Bench:
         trainer.model.train()
         while trainer.progress.step < trainer.total:
             trainer.step()
-        counts = [replay(begun.drafter, reader, [i], section.validation_draft_length, self.accelerator.device,
-                         trainer.dtype) for i in reader.split("validation")]
-        self.accelerator.free_memory()
+        with trainer.precision():
+            counts = [replay(begun.drafter, reader, [i], section.validation_draft_length, self.accelerator.device,
+                             trainer.dtype) for i in reader.split("validation")]
         return Judged(list(layers), [sum(c.accepted) for c in counts], [c.drafts for c in counts],
                       time.perf_counter() - began)
 
     def capture(self) -> list[TraceRow]:
-        """The rows of the search with their states at every candidate."""
+        """The rows of the search with their states at every candidate, as a store of trace.dtype gives them back."""
         chosen = self.source.split("train")
         order = epoch_order(len(chosen), [], 0, self.recipe.train.seed)[: self.options.rows]
         picked = [chosen[i] for i in sorted(order)] + self.source.split("validation")
         tokens = sum(map(self.source.tokens, picked))
-        size = tokens * (len(self.held) + 1) * self.target.hidden * 4
+        size = tokens * (len(self.held) + 1) * self.target.hidden * carrier(self.dtype).itemsize
         console.print(f"states of {len(picked)} rows at {len(self.held)} layers: {size / 1e9:.1f} GB in memory",
                       highlight=False)
-        rows = [self.source[i] for i in picked]
+        rows = []
+        for i in picked:
+            r = self.source[i]  # its own states are not needed
+            rows.append(Conversation(r.id, r.split, r.ids.tolist(), r.turns.tolist(), r.tail, "", r.off_policy))
         self.target.layers = self.held
-        found, bad = capture(self.target, [
-            Conversation(r.id, r.split, r.ids.tolist(), r.turns.tolist(), r.tail, "", r.off_policy) for r in rows],
-            self.recipe.trace.batch_tokens)
+        found, bad = capture(self.target, rows, self.recipe.trace.batch_tokens, carrier(self.dtype))
         for name, reason in bad.items():
             console.print(f"row {name}: {reason}; left out")
-        return found
+        return [as_stored(row, self.dtype) for row in found]
 
 
 def compared(sets: Sequence[Judged], first: Judged, seed: int) -> list[dict[str, Any]]:
-    """Each set with its length less the first's and the 95 % interval of that, over the same rows."""
-    def difference(found: Judged) -> list[float]:
-        return bootstrap_difference(*(np.array(x) for x in (found.accepted, found.drafts, first.accepted,
-                                                            first.drafts)), seed)
+    """Each set with its length less the first's and an interval of that over the same resampled rows. The intervals of
+    all sets hold together with 95 % (Bonferroni): the best of many would else be shown to be better by chance."""
+    level = 1 - 0.05 / max(1, len(sets) - 1)
+
+    def interval(found: Judged) -> list[float]:
+        counts = (np.array(x) for x in (found.accepted, found.drafts, first.accepted, first.drafts))
+        return bootstrap_difference(*counts, seed, level, DRAWS)
 
     return [{"layers": s.layers, "mean_length": s.mean_length, "drafts": sum(s.drafts), "seconds": s.seconds,
              "difference": s.mean_length - first.mean_length,
-             "ci95": [0.0, 0.0] if s is first else difference(s)} for s in sets]
+             "interval": [0.0, 0.0] if s is first else interval(s)} for s in sets]
 
 
-def advice(rows: list[dict[str, Any]], first: list[int], best: list[int]) -> str:
-    """What the recipe should say, and how sure that is."""
-    row = next(r for r in rows if r["layers"] == best)
-    low, high = row["ci95"]
-    if low > 0:
-        return (f"set trace.layers: {best} and trace again: {row['difference']:+.3f} ({low:+.3f} to {high:+.3f}) "
-                f"against {first}; the best of {len(rows)} sets looks better than it is")
-    return f"keep trace.layers: {first}; none of {len(rows)} sets is shown to be better on these rows"
+def advice(rows: list[dict[str, Any]], first: list[int], judges: int) -> str:
+    """What the recipe should say, and how sure that is; `judges`: validation rows."""
+    basis = f"{judges} validation rows, one training of each of {len(rows)} sets"
+    shown = [row for row in rows if row["interval"][0] > 0]
+    if judges < FEWEST:
+        return f"keep trace.layers: {first}; {basis}: fewer than {FEWEST} rows show nothing"
+    if not shown:
+        return f"keep trace.layers: {first}; no other set is shown to be better ({basis})"
+    row = max(shown, key=lambda row: row["mean_length"])
+    low, high = row["interval"]
+    return (f"set trace.layers: {row['layers']} and run `make trace` under another `name`: {row['difference']:+.3f} "
+            f"({low:+.3f} to {high:+.3f}) against {first} ({basis})")
+
+
+def report(rows: list[dict[str, Any]]) -> Table:
+    table = Table("layers", "length", "drafts", "against the first", "interval", "seconds")
+    for row in sorted(rows, key=lambda r: -r["mean_length"]):
+        low, high = row["interval"]
+        table.add_row(str(row["layers"]), f"{row['mean_length']:.3f}", f"{row['drafts']:,}",
+                      f"{row['difference']:+.3f}", f"{low:+.3f} to {high:+.3f}", f"{row['seconds']:.0f}")
+    return table
 
 
 def main(recipe: Recipe, switches: set[str], options: Any) -> None:
     section = options.search
+    options_of(recipe.drafter.kind, recipe.drafter.options)  # a wrong one is named before the target is loaded
     if recipe.drafter.init_from:
         raise ConfigError("drafter.init_from: an existing drafter has its layers; leave it out of a search")
     accelerator = start(recipe.train, None)
@@ -231,24 +268,25 @@ def main(recipe: Recipe, switches: set[str], options: Any) -> None:
     folder = run_dir(recipe)
     source = open_rows(recipe.trace, folder)
     check_user_turns(source, recipe.train.user_turns)
-    if not source.split("validation"):
-        raise ConfigError("prompts.validation = 0: a search is judged by validation rows; trace some")
+    judges = len(source.split("validation"))
+    if not judges:
+        raise ConfigError(f"{source.folder}: holds no validation rows, by which a search is judged; set "
+                          "prompts.validation and run `make trace` under another name")
     target = Target(on_one_process(recipe.target), recipe.trace.layers)
     check_target(source, target)
     first, candidates = tuple(target.layers), section.candidates or spread(target.depth)
+    if max(candidates) > target.depth:
+        raise ConfigError(f"search.candidates = {candidates}: layer ids are 0..{target.depth}")
     target.tap(sorted({*first, *candidates}))
+    console.print(f"at most {1 + section.sweeps * len(first) * len(candidates)} trainings of {section.steps} steps",
+                  highlight=False)
     with alone(folder):
         bench = Bench(recipe, accelerator, target, source, section, folder)
         best = search(first, candidates, bench, section.sweeps)
         rows = compared(list(bench.judged.values()), bench.judged[first], recipe.train.seed)
         bench.save({"start": list(first), "best": best.layers, "result": rows})
-    table = Table("layers", "length", "drafts", "against the first", "95 %", "seconds")
-    for row in sorted(rows, key=lambda r: -r["mean_length"]):
-        low, high = row["ci95"]
-        table.add_row(str(row["layers"]), f"{row['mean_length']:.3f}", f"{row['drafts']:,}",
-                      f"{row['difference']:+.3f}", f"{low:+.3f} to {high:+.3f}", f"{row['seconds']:.0f}")
-    console.print(table)
-    print(advice(rows, list(first), best.layers))
+    console.print(report(rows))
+    print(advice(rows, list(first), judges))
 
 
 COMMAND = Command("make layers", "Searches the target layers that feed a drafter best.", main, options=Options)

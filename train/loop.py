@@ -170,8 +170,7 @@ class Trainer:
     def validate(self) -> None:
         """Replayed acceptance over the validation rows, split over ranks; each row once, uneven ends allowed."""
         rows, K = self.reader.split("validation"), self.section.validation_draft_length
-        precision = torch.autocast(self.accelerator.device.type, self.dtype, enabled=self.dtype != torch.float32)
-        with gathered(self.drafter), precision:
+        with gathered(self.drafter), self.precision():
             counts = Acceptance(K)
             for own in rounds(self.reader, rows, self.accelerator.process_index, self.accelerator.num_processes):
                 counts = counts + replay(self.drafter, self.reader, own, K, self.accelerator.device, self.dtype)
@@ -186,6 +185,10 @@ class Trainer:
         progress.curve.append(row)
         self.accelerator.log({"validation/mean_length": counts.mean_length, **{
             f"validation/position_{i}": rate for i, rate in enumerate(counts.per_position)}}, step=progress.step)
+
+    def precision(self) -> torch.autocast:
+        """What the drafter computes in outside the training step, which accelerate wraps itself."""
+        return torch.autocast(self.accelerator.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def save(self) -> None:
         checkpoints.save(self.accelerator, self.folder, self.progress, self.parts, self.section.keep)
