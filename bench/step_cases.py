@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafters.base import loss_mask
-from drafters.eagle3 import Eagle3, Options, initialise
+from drafters.eagle3 import Eagle3, Options
+from drafters.eagle3_build import initialise
 from drafters.layers import Shape
 
 TAPS = 3  # the peers know no other number

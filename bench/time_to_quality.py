@@ -29,7 +29,7 @@ from data.batching import Plan, collate, with_user_turns
 from data.console import console
 from data.prompts import hold_out
 from data.store import TraceReader, TraceRow
-from drafters import eagle3
+from drafters import eagle3, eagle3_build
 from drafters.base import Batch
 from drafters.layers import RMSNorm
 from drafters.registry import options_of
@@ -128,7 +128,7 @@ class Trainings:
         self.recipe, self.options, self.traces, self.folder = recipe, options, traces, folder
         target = Target(recipe.target, traces.reader.manifest["layers"])
         counts = {int(t): n for t, n in traces.reader.manifest["draft_vocabulary_counts"].items()}
-        self.drafters = {start: eagle3.build(self.own(3, start), target, counts, recipe.train.seed)
+        self.drafters = {start: eagle3_build.build(self.own(3, start), target, counts, recipe.train.seed)
                          for start in ("random", "target_layer")}
         drafter = self.drafters["random"]
         self.shape, self.layers = drafter.shape, drafter.layers

@@ -20,7 +20,6 @@ from drafters import vocab
 from drafters.base import Batch, LossOutput, loss_mask, take
 from drafters.head_loss import DraftHead
 from drafters.layers import GatedMLP, RMSNorm, Shape
-from drafters.placement import weight_of
 from drafters.propose import ChainSession, UnrollMemory, unroll
 from drafters.unrolled import Aim, Chains, gather, unrolled_loss
 from recipes.draft_cost import chain_flops
@@ -250,78 +249,3 @@ class Eagle3(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint holds: trained parameters and the vocabulary maps."""
         return {**self.state_dict(), "d2t": self.d2t, "t2d": self.t2d}
-
-
-def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> Eagle3:
-    """A fresh drafter for a loaded target (drafters.target.Target with taps): vocabulary, sizes, first weights."""
-    ids = vocab.build(counts, options.draft_vocab_size, target.vocab_size, vocab.forced(target))
-    torch.manual_seed(seed)
-    drafter = Eagle3(options, Shape.from_target(target.config, options.draft_vocab_size,
-                                                        options.intermediate_size), target.layers, ids,
-                     target.embedding.clone(), target.head_weight.clone())
-    with torch.no_grad():
-        initialise(drafter)
-        if options.start == "target_layer":
-            copy_last_layer(drafter, target)
-    return drafter
-
-
-def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: dict[str, Tensor],
-         target: Any) -> Eagle3:
-    """A drafter from a checkpoint's parts, on a loaded target.
-
-    Raises ConfigError where tensors are missing, unexpected, of another shape, or for another vocabulary.
-    """
-    own = Shape(**shape)
-    if own.vocab_size != target.vocab_size or own.target_hidden_size != target.hidden:
-        raise ConfigError(f"the drafter is for a target with vocabulary {own.vocab_size} and hidden size "
-                          f"{own.target_hidden_size}; this target has {target.vocab_size} and {target.hidden}")
-    rest = dict(tensors)
-    try:
-        d2t, t2d = rest.pop("d2t"), rest.pop("t2d")
-    except KeyError as error:
-        raise ConfigError(f"the checkpoint has no {error.args[0]} tensor") from None
-    vocab.check(d2t, t2d)
-    drafter = Eagle3(options, own, layers, vocab.ids_of(d2t), target.embedding.clone(),
-                     target.head_weight.clone())
-    expected = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in rest.items()}
-    if expected != found:
-        wrong = sorted(set(expected.items()) ^ set(found.items()))
-        raise ConfigError(f"the checkpoint's tensors do not fit the drafter: {wrong[:4]}")
-    drafter.load_state_dict(rest)
-    return drafter
-
-
-def initialise(drafter: Eagle3) -> None:
-    """Random start: small normal matrices; the head starts as the target's rows of the draft vocabulary."""
-    for weight in drafter.parameters():
-        if weight.dim() == 2:
-            nn.init.normal_(weight, std=0.02)
-    drafter.lm_head.weight.copy_(drafter.teacher_head)
-
-
-def copy_last_layer(drafter: Eagle3, target: Any) -> None:
-    """Warm start: the target's last layer and final norm, `fc` close to the identity on the last tap.
-
-    The hidden half of q, k and v takes the target's weights. What has no counterpart there, the embedding half and
-    the other taps, starts at a twentieth of its random size: few traces never wash out the noise it would add.
-    Raises ConfigError where the target's last layer has other sizes or names.
-    """
-    layer, own, H = target.model.get_decoder().layers[-1], drafter.midlayer, drafter.shape.hidden_size
-    try:
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(own.self_attn, name).weight
-            weight[:, :H].mul_(0.05)
-            weight[:, H:].copy_(weight_of(getattr(layer.self_attn, name)))
-        own.self_attn.o_proj.weight.copy_(weight_of(layer.self_attn.o_proj))
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(own.mlp, name).weight.copy_(weight_of(getattr(layer.mlp, name)))
-        own.hidden_norm.weight.copy_(weight_of(layer.input_layernorm))
-        own.post_attention_layernorm.weight.copy_(weight_of(layer.post_attention_layernorm))
-        drafter.norm.weight.copy_(weight_of(target.model.get_decoder().norm))
-    except (AttributeError, RuntimeError) as error:
-        raise ConfigError(f"drafter.options.start = target_layer: the target's last layer does not fit "
-                          f"({error}); use start: random") from None
-    drafter.fc.weight.mul_(0.05)
-    drafter.fc.weight[:, -H:].add_(torch.eye(H, device=drafter.fc.weight.device))

@@ -26,7 +26,7 @@ class Entry:
 
 
 REGISTRY: dict[str, Entry] = {
-    "eagle3": Entry("drafters.eagle3", "train/eagle3.py"),
+    "eagle3": Entry("drafters.eagle3_build", "train/eagle3.py"),
 }
 
 

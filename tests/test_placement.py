@@ -11,7 +11,8 @@ from tiny import LAYERS, L, conversations, write_target
 from data.capture import capture
 from data.generate import Generator, Request
 from drafters import placement
-from drafters.eagle3 import Options, build
+from drafters.eagle3 import Options
+from drafters.eagle3_build import build
 from drafters.placement import loading_options, on_one_process
 from drafters.target import Target
 from recipes.errors import ConfigError
