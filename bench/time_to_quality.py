@@ -131,7 +131,7 @@ class Trainings:
         self.drafters = {start: eagle3_build.build(self.own(3, start), target, counts, recipe.train.seed)
                          for start in ("random", "target_layer")}
         drafter = self.drafters["random"]
-        self.shape, self.layers = drafter.shape, drafter.layers
+        self.shape, self.layers = drafter.shape, drafter.tapped
         self.tables = Tables(target.embedding.clone(), target.head_weight.clone(), drafter.draft_ids)
 
     def own(self, depth: int, start: str) -> eagle3.Options:

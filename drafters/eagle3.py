@@ -1,7 +1,8 @@
 """EAGLE-3 drafter (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration ... via Training-Time Test").
 
-One decoder layer over fused target states. Position t takes the target's states at t and the embedding of
-x[t+1], and predicts x[t+2]. Parameter names are those of the native layout that engines load (midlayer.*).
+One decoder layer, or two, over fused target states. Position t takes the target's states at t and the embedding of
+x[t+1], and predicts x[t+2]. Parameter names are those of the native layout that engines load: midlayer.*, and
+layers.1.* as vLLM has it.
 Legend: B rows, S sequence, P loss positions, H hidden, Ht target hidden, n taps, D draft vocabulary, K steps.
 """
 
@@ -19,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from drafters import vocab
 from drafters.base import Batch, LossOutput, loss_mask, take
 from drafters.head_loss import DraftHead
-from drafters.layers import GatedMLP, RMSNorm, Shape
+from drafters.layers import MOST_LAYERS, GatedMLP, RMSNorm, Shape
 from drafters.propose import ChainSession, UnrollMemory, unroll
 from drafters.unrolled import Aim, Chains, gather, unrolled_loss
 from recipes.draft_cost import chain_flops
@@ -47,7 +48,7 @@ class Options:
     lk_eta: NonNegativeFloat = opt(3.0, "lk: the share of kl is exp(-lk_eta * acceptance)")
     step_decay: PositiveFloat = opt(0.8, "weight of step k is step_decay^k")
     step_weights: Literal["fixed", "prefix"] = opt("fixed", "prefix: times the acceptance of the chain's earlier steps")
-    start: Literal["target_layer", "random"] = opt("target_layer", "copy the target's last layer, or start at random")
+    start: Literal["target_layer", "random"] = opt("target_layer", "copy the target's last layers, or start at random")
     outside_vocabulary: Literal["keep", "drop"] = opt("keep", "loss where the target's token is not in D")
     hidden_noise: NonNegativeFloat = opt(0.0, "standard deviation of noise on the fused states, relative to their own")
     feature_loss: NonNegativeFloat = opt(0.0, "weight of the distance to the target's final state")
@@ -56,6 +57,7 @@ class Options:
     feedback: Literal["pre_norm", "post_norm"] = opt("pre_norm", "state fed to the next step (post_norm: vLLM only)")
     norm_before_residual: bool = opt(False, "residual takes the normed state")
     intermediate_size: NonNegativeInt = opt(0, "MLP width; 0 is the target's")
+    num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = opt(1, "decoder layers, 1 or 2 (2: vLLM only)")
 
     def __post_init__(self) -> None:
         shares = [self.deepen_at, *(share for share, _ in self.deepen)]
@@ -71,24 +73,26 @@ class Options:
 
 
 class Attention(nn.Module):
-    """Projections of the draft layer's attention; its input is twice as wide as its output."""
+    """Projections of a draft layer's attention over inputs of `width`."""
 
-    def __init__(self, s: Shape) -> None:
+    def __init__(self, s: Shape, width: int) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(2 * s.hidden_size, s.num_attention_heads * s.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * s.hidden_size, s.num_key_value_heads * s.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * s.hidden_size, s.num_key_value_heads * s.head_dim, bias=False)
+        self.q_proj = nn.Linear(width, s.num_attention_heads * s.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, s.num_key_value_heads * s.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, s.num_key_value_heads * s.head_dim, bias=False)
         self.o_proj = nn.Linear(s.num_attention_heads * s.head_dim, s.hidden_size, bias=False)
 
 
-class MidLayer(nn.Module):
-    """Parameters of the one decoder layer; `Eagle3.step` says how they are used."""
+class DecoderLayer(nn.Module):
+    """Parameters of a decoder layer; `Eagle3.step` says how they are used. The first one's attention reads embedding
+    and state, that of a further one the state."""
 
-    def __init__(self, s: Shape) -> None:
+    def __init__(self, s: Shape, first: bool) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
-        self.hidden_norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
-        self.self_attn = Attention(s)
+        if first:
+            self.hidden_norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
+        self.self_attn = Attention(s, 2 * s.hidden_size if first else s.hidden_size)
         self.post_attention_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
         self.mlp = GatedMLP(s)
 
@@ -99,18 +103,20 @@ class Eagle3(nn.Module):
     kind = "eagle3"
     vocabulary_modules = ("lm_head",)
 
-    def __init__(self, options: Options, shape: Shape, layers: list[int], ids: Tensor, embedding: Tensor,
+    def __init__(self, options: Options, shape: Shape, tapped: list[int], ids: Tensor, embedding: Tensor,
                  teacher_head: Tensor) -> None:
-        """ids [D]: target ids of the draft vocabulary; embedding [V, H]; teacher_head [V, Ht]."""
+        """tapped: layers whose entering states are read; ids [D]: target ids of the draft vocabulary; embedding [V, H];
+        teacher_head [V, Ht]."""
         super().__init__()
-        self.options, self.shape, self.layers = options, shape, layers
+        self.options, self.shape, self.tapped = options, shape, tapped
         if shape.hidden_size != embedding.shape[1]:
             raise ConfigError(f"drafter hidden size {shape.hidden_size} differs from the target's embedding width "
                               f"{embedding.shape[1]}")
         if options.tap_norms:
-            self.fc_norm = nn.ModuleList(RMSNorm(shape.target_hidden_size, shape.rms_norm_eps) for _ in layers)
-        self.fc = nn.Linear(len(layers) * shape.target_hidden_size, shape.hidden_size, bias=False)
-        self.midlayer = MidLayer(shape)
+            self.fc_norm = nn.ModuleList(RMSNorm(shape.target_hidden_size, shape.rms_norm_eps) for _ in tapped)
+        self.fc = nn.Linear(len(tapped) * shape.target_hidden_size, shape.hidden_size, bias=False)
+        self.midlayer = DecoderLayer(shape, first=True)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(shape, first=False) for i in range(1, options.num_layers)})
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = DraftHead(shape.hidden_size, shape.draft_vocab_size)
         self.lm_head.weight.requires_grad_(options.train_head)
@@ -135,10 +141,15 @@ class Eagle3(nn.Module):
 
     # --- the recursion's parts, called by drafters.propose.unroll ---
 
+    @property
+    def stack(self) -> list[DecoderLayer]:
+        """The decoder layers, in order."""
+        return [self.midlayer, *self.layers.values()]
+
     def fuse(self, taps: Tensor) -> Tensor:
         """Tapped target states [B, S, n*Ht] to drafter states [B, S, H]."""
         if self.options.tap_norms:
-            parts = taps.chunk(len(self.layers), dim=-1)
+            parts = taps.chunk(len(self.tapped), dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(taps)
 
@@ -149,19 +160,25 @@ class Eagle3(nn.Module):
     def step(self, state: Tensor, embedded: Tensor, positions: Tensor, memory, select: Tensor | None) -> Tensor:
         """One draft step: state [B, q, H] at `positions` [B, q] with the embedding of the token that follows.
 
-        Keys are written for every position, outputs [B, p, H] (before the norm) computed for `select` [B, p].
+        Every layer writes keys for every position. Outputs [B, p, H] (before the norm) are computed for `select`
+        [B, p]; those of a layer before the last for all, since the next layer's keys are made of them.
         """
-        layer, s = self.midlayer, self.shape
-        normed = layer.hidden_norm(state)
+        s, first, stack = self.shape, self.midlayer, self.stack
+        normed = first.hidden_norm(state)
         residual = normed if self.options.norm_before_residual else state
-        x = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)  # [B, q, 2H]
-        keys = self.rotate(layer.self_attn.k_proj(x).unflatten(-1, (s.num_key_value_heads, s.head_dim)), positions)
-        memory.write(keys, layer.self_attn.v_proj(x).unflatten(-1, (s.num_key_value_heads, s.head_dim)), positions)
-        if select is not None:
-            x, residual, positions = take(x, select), take(residual, select), positions.gather(1, select)
-        queries = self.rotate(layer.self_attn.q_proj(x).unflatten(-1, (s.num_attention_heads, s.head_dim)), positions)
-        h = residual + layer.self_attn.o_proj(memory.attend(queries, positions))
-        return h + layer.mlp(layer.post_attention_layernorm(h))
+        x = torch.cat([first.input_layernorm(embedded), normed], dim=-1)  # [B, q, 2H]
+        for i, layer in enumerate(stack):
+            if layer is not first:
+                x, residual = layer.input_layernorm(state), state  # [B, q, H]
+            keys = layer.self_attn.k_proj(x).unflatten(-1, (s.num_key_value_heads, s.head_dim))
+            values = layer.self_attn.v_proj(x).unflatten(-1, (s.num_key_value_heads, s.head_dim))
+            memory.write(i, self.rotate(keys, positions), values, positions)
+            if select is not None and layer is stack[-1]:
+                x, residual, positions = take(x, select), take(residual, select), positions.gather(1, select)
+            queries = layer.self_attn.q_proj(x).unflatten(-1, (s.num_attention_heads, s.head_dim))
+            h = residual + layer.self_attn.o_proj(memory.attend(i, self.rotate(queries, positions), positions))
+            state = h + layer.mlp(layer.post_attention_layernorm(h))
+        return state
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotary embedding of [B, q, heads, hd] at positions [B, q]."""
@@ -186,12 +203,12 @@ class Eagle3(nn.Module):
         return [steps for share, steps in self.options.stages if progress >= share][-1]
 
     def forward(self, batch: Batch, progress: float = 1.0, seed: int = 0) -> LossOutput:
-        """Loss of the training-time test (drafters/unrolled.py). Only positions that carry loss get queries, MLP and
-        head; the rest lend their step-0 keys."""
+        """Loss of the training-time test (drafters/unrolled.py). Only positions that carry loss get
+        queries and MLP of the last layer, and the head; the rest lend their step-0 keys."""
         depth = self.depth_at(progress)
         chains = Chains(batch, self.options.depth_share, seed + 1)
         unrolled = unroll(self, self.noisy(self.fuse(batch.taps), seed), F.pad(batch.ids[:, 1:], (0, 1)),
-                          batch.positions, UnrollMemory(chains.at, chains.starts()), depth,
+                          batch.positions, UnrollMemory(chains.at, batch.starts, self.options.num_layers), depth,
                           choose=lambda k, output: chains.token(k), select=chains.at,
                           thin=chains.thin if self.options.depth_share < 1 else None)
         steps = gather(chains, unrolled)
@@ -210,10 +227,10 @@ class Eagle3(nn.Module):
         def size(module: nn.Module) -> int:
             return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
 
-        attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
-        keys, step = size(attention.k_proj) + size(attention.v_proj), size(attention.q_proj) + size(attention.o_proj)
-        return chain_flops(tokens, worked, worked, fuse=size(self.fc), keys=keys, step=step + size(mlp),
-                           head=size(self.lm_head), teacher=self.teacher_head.numel(),
+        last = self.stack[-1]
+        step = size(last.self_attn.q_proj) + size(last.self_attn.o_proj) + size(last.mlp)
+        return chain_flops(tokens, worked, worked, fuse=size(self.fc), every=sum(map(size, self.stack)) - step,
+                           step=step, head=size(self.lm_head), teacher=self.teacher_head.numel(),
                            train_head=self.options.train_head)
 
     def noisy(self, state: Tensor, seed: int) -> Tensor:
@@ -230,8 +247,8 @@ class Eagle3(nn.Module):
         chains = Chains(batch, 1.0, 0)
         drafted: list[Tensor] = []
         steps = unroll(self, self.fuse(batch.taps), F.pad(batch.ids[:, 1:], (0, 1)), batch.positions,
-                       UnrollMemory(chains.at, chains.starts()), K, choose=lambda k, output: drafted[-1],
-                       select=chains.at)
+                       UnrollMemory(chains.at, batch.starts, self.options.num_layers), K,
+                       choose=lambda k, output: drafted[-1], select=chains.at)
         for output in steps:
             drafted.append(self.draft_ids[self.logits(output).argmax(-1)])
         return torch.stack(drafted, dim=-1), chains.at, chains.valid
@@ -239,12 +256,12 @@ class Eagle3(nn.Module):
     # --- decoding ---
 
     def session(self, rows: int, capacity: int) -> ChainSession:
-        return ChainSession(self, rows, capacity)
+        return ChainSession(self, rows, capacity, self.options.num_layers)
 
     # --- saving ---
 
     def meta(self) -> dict[str, Any]:
-        return {"kind": self.kind, "options": asdict(self.options), "shape": asdict(self.shape), "layers": self.layers}
+        return {"kind": self.kind, "options": asdict(self.options), "shape": asdict(self.shape), "layers": self.tapped}
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint holds: trained parameters and the vocabulary maps."""

@@ -25,7 +25,7 @@ def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> E
     with torch.no_grad():
         initialise(drafter)
         if options.start == "target_layer":
-            copy_last_layer(drafter, target)
+            copy_last_layers(drafter, target)
     return drafter
 
 
@@ -33,7 +33,8 @@ def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: di
          target: Any) -> Eagle3:
     """A drafter from a checkpoint's parts, on a loaded target.
 
-    Raises ConfigError where tensors are missing, unexpected, of another shape, or for another vocabulary.
+    Raises ConfigError where tensors are missing, unexpected, of another shape or number of layers, or for another
+    vocabulary.
     """
     own = Shape(**shape)
     if own.vocab_size != target.vocab_size or own.target_hidden_size != target.hidden:
@@ -47,6 +48,10 @@ def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: di
     vocab.check(d2t, t2d)
     drafter = Eagle3(options, own, layers, vocab.ids_of(d2t), target.embedding.clone(),
                      target.head_weight.clone())
+    stored = 1 + len({name.split(".")[1] for name in rest if name.startswith("layers.")})
+    if stored != options.num_layers:
+        raise ConfigError(f"the checkpoint has tensors of {stored} decoder layer(s), but options.num_layers = "
+                          f"{options.num_layers}; restore its drafter.json and drafter.safetensors")
     expected = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
     found = {name: tuple(t.shape) for name, t in rest.items()}
     if expected != found:
@@ -64,27 +69,33 @@ def initialise(drafter: Eagle3) -> None:
     drafter.lm_head.weight.copy_(drafter.teacher_head)
 
 
-def copy_last_layer(drafter: Eagle3, target: Any) -> None:
-    """Warm start: the target's last layer and final norm, `fc` close to the identity on the last tap.
+def copy_last_layers(drafter: Eagle3, target: Any) -> None:
+    """Warm start: the target's last layers in their order, its final norm, `fc` close to the identity on the last tap.
 
-    The hidden half of q, k and v takes the target's weights. What has no counterpart there, the embedding half and
-    the other taps, starts at a twentieth of its random size: few traces never wash out the noise it would add.
-    Raises ConfigError where the target's last layer has other sizes or names.
+    The hidden half of the first layer's q, k and v takes the target's weights. What has no counterpart there, the
+    embedding half and the other taps, starts at a twentieth of its random size: few traces never wash out the noise it
+    would add. Raises ConfigError where the target has too few layers, or such of other sizes or names.
     """
-    layer, own, H = target.model.get_decoder().layers[-1], drafter.midlayer, drafter.shape.hidden_size
+    theirs, stack, H = target.model.get_decoder().layers, drafter.stack, drafter.shape.hidden_size
+    if len(theirs) < len(stack):
+        raise ConfigError(f"drafter.options.start = target_layer: drafter.options.num_layers = {len(stack)}, but the "
+                          f"target has {len(theirs)} layers; use start: random")
+    first = drafter.midlayer
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(first.self_attn, name).weight[:, :H].mul_(0.05)
     try:
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(own.self_attn, name).weight
-            weight[:, :H].mul_(0.05)
-            weight[:, H:].copy_(weight_of(getattr(layer.self_attn, name)))
-        own.self_attn.o_proj.weight.copy_(weight_of(layer.self_attn.o_proj))
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(own.mlp, name).weight.copy_(weight_of(getattr(layer.mlp, name)))
-        own.hidden_norm.weight.copy_(weight_of(layer.input_layernorm))
-        own.post_attention_layernorm.weight.copy_(weight_of(layer.post_attention_layernorm))
+        for own, layer in zip(stack, list(theirs)[-len(stack) :]):
+            for name in ("q_proj", "k_proj", "v_proj"):
+                getattr(own.self_attn, name).weight[:, -H:].copy_(weight_of(getattr(layer.self_attn, name)))
+            own.self_attn.o_proj.weight.copy_(weight_of(layer.self_attn.o_proj))
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                getattr(own.mlp, name).weight.copy_(weight_of(getattr(layer.mlp, name)))
+            norm = first.hidden_norm if own is first else own.input_layernorm
+            norm.weight.copy_(weight_of(layer.input_layernorm))
+            own.post_attention_layernorm.weight.copy_(weight_of(layer.post_attention_layernorm))
         drafter.norm.weight.copy_(weight_of(target.model.get_decoder().norm))
     except (AttributeError, RuntimeError) as error:
-        raise ConfigError(f"drafter.options.start = target_layer: the target's last layer does not fit "
+        raise ConfigError(f"drafter.options.start = target_layer: the target's last layers do not fit "
                           f"({error}); use start: random") from None
     drafter.fc.weight.mul_(0.05)
     drafter.fc.weight[:, -H:].add_(torch.eye(H, device=drafter.fc.weight.device))

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+MOST_LAYERS = 2  # decoder layers of a drafter that are tested, and that engines are known to load
+
 
 @dataclass
 class Shape:

@@ -14,16 +14,18 @@ from torch import Tensor
 
 from drafters.base import Draft, take
 from drafters.cache import RowStore
-from drafters.chain_attention import chain_attention, parts_of
+from drafters.chain_attention import Part, chain_attention, parts_of
+
+QUERIES = 256  # of a row that decoding attends together: their mask grows with rows times queries times columns
 
 
 class Memory(Protocol):
-    """Keys and values of the drafter's layer."""
+    """Keys and values of the drafter's layers, each layer's own, counted from 0."""
 
-    def write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    def write(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Adds [B, q, nkv, hd] at rotary `positions` [B, q]."""
 
-    def attend(self, queries: Tensor, positions: Tensor) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, positions: Tensor) -> Tensor:
         """Attention of [B, q, nkv*g, hd] queries at `positions` over what they may see -> [B, q, nkv*g*hd]."""
 
 
@@ -54,38 +56,50 @@ def unroll(drafter: Any, state: Tensor, tokens: Tensor, positions: Tensor, memor
 class UnrollMemory:
     """Memory of parallel chains: the chain that starts at t sees step-0 keys <= t and its own later keys.
 
-    The first write holds the whole sequence, every later one the next key of each chain.
+    A layer's first write holds the whole sequence, every later one the next key of each chain. In step 0 the last
+    layer alone is asked for the chains only: the layers behind any other one need keys of every position.
     """
 
-    def __init__(self, at: Tensor, starts: Tensor | None = None) -> None:
-        """`at` [B, P]: the positions at which the chains start; `starts` [B, P]: the first one that each may see, where
-        conversations are packed end to end (None: 0)."""
-        self.at, self.starts = at, torch.zeros_like(at) if starts is None else starts
+    def __init__(self, at: Tensor, begins: Tensor | None = None, layers: int = 1) -> None:
+        """`at` [B, P]: the positions at which the chains start; `begins` [B, S]: the first one that each position may
+        see, where conversations are packed end to end (None: 0)."""
+        self.begins, self.layers = begins, layers
+        self.at, self.starts = at, torch.zeros_like(at) if begins is None else begins.gather(1, at)
         self.parts = parts_of(self.starts, self.at)
-        self.block: tuple[Tensor, Tensor] | None = None
-        self.own: list[tuple[Tensor, Tensor]] = []
+        self.blocks: list[tuple[Tensor, Tensor]] = []  # of each layer
+        self.own: list[list[tuple[Tensor, Tensor]]] = []  # of each layer, of each later step
 
     def go_on(self, going: Tensor) -> None:
         """Only these of the P chains go on, [B, P']."""
         self.at, self.starts = take(self.at, going), take(self.starts, going)
         self.parts = parts_of(self.starts, self.at)
-        self.own = [tuple(take(part.transpose(1, 2), going).transpose(1, 2) for part in pair) for pair in self.own]
+        self.own = [[tuple(take(part.transpose(1, 2), going).transpose(1, 2) for part in pair) for pair in layer]
+                    for layer in self.own]
 
-    def write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    def write(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         pair = keys.transpose(1, 2), values.transpose(1, 2)  # [B, nkv, S, hd], later [B, nkv, P, hd]
-        if self.block is None:
-            self.block = pair
+        if layer == len(self.blocks):
+            self.blocks.append(pair)
+            self.own.append([])
         else:
-            self.own.append(pair)
+            self.own[layer].append(pair)
 
-    def attend(self, queries: Tensor, positions: Tensor) -> Tensor:
-        keys, values = self.block
+    def attend(self, layer: int, queries: Tensor, positions: Tensor) -> Tensor:
+        (keys, values), later = self.blocks[layer], self.own[layer]
+        everywhere = not later and layer + 1 < self.layers
+        starts, at, parts = self.everywhere(keys) if everywhere else (self.starts, self.at, self.parts)
         B, P, heads, hd = queries.shape
         nkv = keys.shape[1]
         q = queries.reshape(B, P, nkv, heads // nkv, hd).permute(0, 2, 3, 1, 4) * hd**-0.5  # [B, nkv, g, P, hd]
-        own = [torch.stack(part) for part in zip(*self.own)] or [keys.new_empty(0, B, nkv, P, hd)] * 2
-        out = chain_attention(q, keys, values, *own, self.starts, self.at, self.parts)
+        own = [torch.stack(part) for part in zip(*later)] or [keys.new_empty(0, B, nkv, P, hd)] * 2
+        out = chain_attention(q, keys, values, *own, starts, at, parts)
         return out.permute(0, 3, 1, 2, 4).reshape(B, P, heads * hd)
+
+    def everywhere(self, keys: Tensor) -> tuple[Tensor, Tensor, list[Part]]:
+        """Starts, places and parts of all positions of the sequence."""
+        at = torch.arange(keys.shape[2], device=keys.device).repeat(len(keys), 1)
+        starts = torch.zeros_like(at) if self.begins is None else self.begins
+        return starts, at, parts_of(starts, at)
 
 
 class RowMemory:
@@ -94,17 +108,22 @@ class RowMemory:
     What an abandoned draft wrote is overwritten by the real states that take its positions.
     """
 
-    def __init__(self, rows: int, capacity: int) -> None:
-        self.store = RowStore(rows, capacity)
+    def __init__(self, rows: int, capacity: int, layers: int = 1) -> None:
+        self.stores = [RowStore(rows, capacity) for _ in range(layers)]
 
-    def write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    def write(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         rows = torch.arange(len(positions), device=positions.device)
-        self.store.write(keys, values, rows, positions)
+        self.stores[layer].write(keys, values, rows, positions)
 
-    def attend(self, queries: Tensor, positions: Tensor) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, positions: Tensor) -> Tensor:
+        parts = zip(queries.split(QUERIES, dim=1), positions.split(QUERIES, dim=1))
+        return torch.cat([self.attend_part(layer, *part) for part in parts], dim=1)
+
+    def attend_part(self, layer: int, queries: Tensor, positions: Tensor) -> Tensor:
+        """Attention of at most QUERIES queries a row."""
         B, q, heads, hd = queries.shape
         width = int(positions.max()) + 1
-        keys, values = self.store.read(None, width)  # [B, nkv, W, hd]
+        keys, values = self.stores[layer].read(None, width)  # [B, nkv, W, hd]
         g = heads // keys.shape[1]
         hidden = torch.arange(width, device=positions.device)[None, None, :] > positions[:, :, None]  # [B, q, W]
         bias = torch.zeros(hidden.shape, dtype=queries.dtype, device=queries.device).masked_fill_(hidden, -torch.inf)
@@ -114,15 +133,16 @@ class RowMemory:
         return out.reshape(B, heads, q, hd).transpose(1, 2).reshape(B, q, heads * hd)
 
     def keep(self, rows: Tensor) -> None:
-        self.store.keep(rows)
+        for store in self.stores:
+            store.keep(rows)
 
 
 class ChainSession:
     """A recursive drafter in the decoding loop: the first step takes the newly verified states, the chain follows."""
 
-    def __init__(self, drafter: Any, rows: int, capacity: int) -> None:
+    def __init__(self, drafter: Any, rows: int, capacity: int, layers: int = 1) -> None:
         self.drafter = drafter
-        self.memory = RowMemory(rows, capacity)
+        self.memory = RowMemory(rows, capacity, layers)
 
     def observe(self, taps: Tensor, tokens: Tensor, positions: Tensor, last: Tensor) -> None:
         self.pending = self.drafter.fuse(taps), tokens, positions, last[:, None]

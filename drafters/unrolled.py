@@ -29,10 +29,6 @@ class Chains:
         self.at, self.valid = pack(loss_mask(batch.turns, 0))
         self.scale = self.valid.float()  # [B, P] weight of each chain
 
-    def starts(self) -> Tensor | None:
-        """First position that each chain may see, [B, P]."""
-        return None if self.batch.starts is None else self.batch.starts.gather(1, self.at)
-
     def ahead(self, k: int) -> Tensor:
         return (self.at + k).clamp(max=self.batch.ids.shape[1] - 1)
 

@@ -59,7 +59,7 @@ def draft_size(recipe: Recipe, shape: ModelShape, config: dict[str, Any]) -> Dra
     return DraftSize(shape.hidden, shape.hidden, taps, heads, text.get("num_key_value_heads") or heads,
                      text.get("head_dim") or shape.hidden // heads,
                      options.intermediate_size or text["intermediate_size"], options.draft_vocab_size, shape.vocab,
-                     options.tap_norms, options.train_head)
+                     options.tap_norms, options.train_head, options.num_layers)
 
 
 def tracing(recipe: Recipe, taps: int) -> Tracing:

@@ -1,8 +1,9 @@
 """Size, training and drafting of an EAGLE-3 drafter in numbers: what drafters/eagle3.py does, counted. Arithmetic only.
 
-Step 0 of the unroll computes the fused state, keys and values of every position; queries, MLP and head are computed
-for positions that carry loss, in every step. Legend: S sequence, P_k loss positions of step k, H hidden, Ht target
-hidden, n taps, D draft vocabulary, I intermediate, nh/nkv heads, hd head dimension.
+Step 0 of the unroll computes for every position the fused state, all of every layer but the last, and the last one's
+keys and values; queries and MLP of the last layer, and the head, are computed for positions that carry loss, in every
+step. Legend: S sequence, P_k loss positions of step k, H hidden, Ht target hidden, n taps, D draft vocabulary,
+I intermediate, nh/nkv heads, hd head dimension.
 """
 
 from collections.abc import Sequence
@@ -30,21 +31,35 @@ class DraftSize:
     vocab: int
     tap_norms: bool = False
     train_head: bool = True
+    layers: int = 1
+
+    @property
+    def inputs(self) -> list[int]:
+        """What each layer's attention reads: the first one state and embedding, a further one the state."""
+        return [2 * self.hidden] + [self.hidden] * (self.layers - 1)
 
     @property
     def fuse(self) -> int:
         return self.taps * self.target_hidden * self.hidden
 
+    def keys(self, width: int) -> int:
+        """Key and value projections of a layer whose attention reads `width`."""
+        return 2 * width * self.kv_heads * self.head_dim
+
+    def rest(self, width: int) -> int:
+        """What a position passes besides in such a layer: query, output, MLP."""
+        queries = self.heads * self.head_dim
+        return width * queries + queries * self.hidden + 3 * self.hidden * self.intermediate
+
     @property
-    def keys(self) -> int:
-        """Key and value projections, whose input is state and embedding."""
-        return 2 * 2 * self.hidden * self.kv_heads * self.head_dim
+    def every(self) -> int:
+        """What every position passes in step 0: all keys and values, and every layer but the last."""
+        return sum(map(self.keys, self.inputs)) + sum(map(self.rest, self.inputs[:-1]))
 
     @property
     def block(self) -> int:
-        """What every worked position passes besides: query, output, MLP."""
-        width = self.heads * self.head_dim
-        return 2 * self.hidden * width + width * self.hidden + 3 * self.hidden * self.intermediate
+        """What every worked position passes besides: the rest of the last layer."""
+        return self.rest(self.inputs[-1])
 
     @property
     def head(self) -> int:
@@ -57,8 +72,8 @@ class DraftSize:
 
     @property
     def parameters(self) -> int:
-        norms = 4 * self.hidden + (self.taps * self.target_hidden if self.tap_norms else 0)
-        return self.fuse + self.keys + self.block + self.head + norms
+        norms = (2 + 2 * self.layers) * self.hidden + (self.taps * self.target_hidden if self.tap_norms else 0)
+        return self.fuse + self.every + self.block + self.head + norms
 
     @property
     def trained(self) -> int:
@@ -91,31 +106,35 @@ def columns(tokens: float, chains: float) -> float:
     return max(1.0, tokens - 2 - max(0.0, chains - PART) / 2)
 
 
-def chain_flops(tokens: float, passed: Sequence[float], taught: Sequence[float], *, fuse: int, keys: int, step: int,
+def chain_flops(tokens: float, passed: Sequence[float], taught: Sequence[float], *, fuse: int, every: int, step: int,
                 head: int, teacher: int, train_head: bool) -> float:
     """Operations of the products with weights in one forward and backward pass: a matrix of n numbers costs 2n a
     position forward, 2n for the gradient of its input and 2n for its own.
 
-    tokens: positions read; passed[k]: those that pass the layer in step k; taught[k]: those with loss. Numbers: `fuse`
-    of the fusing layer, `keys` of the key and value projections, `step` of what else a draft step applies, `head`, and
-    the frozen `teacher` head, which sees every state once.
+    tokens: positions read; passed[k]: those that pass the last layer in step k; taught[k]: those with loss. Numbers:
+    `fuse` of the fusing layer, `every` of what step 0 applies to every position (keys, values, layers before the last),
+    `step` of what else a draft step applies, `head`, and the frozen `teacher` head, which sees every state once.
     """
     return (4 * fuse * tokens  # its input is the target's: it needs no gradient
-            + 6 * keys * (tokens + sum(passed[1:]))
+            + 6 * every * (tokens + sum(passed[1:]))
             + 6 * step * sum(passed)
             + (6 if train_head else 4) * head * sum(taught)
             + 2 * teacher * (taught[0] if taught else 0))
 
 
 def attention_flops(size: DraftSize, tokens: float, passed: Sequence[float]) -> float:
-    """Operations of one product of queries with keys, all steps."""
-    return sum(2 * P * columns(tokens, P) * size.heads * size.head_dim for P in passed)
+    """Operations of one product of queries with keys, all layers and steps. In step 0 every position of a layer before
+    the last has queries, over the columns up to its part's last position."""
+    chains = sum(P * columns(tokens, P) for P in passed)
+    later = sum(P * columns(tokens, P) for P in passed[1:])
+    everywhere = tokens * (tokens - max(0.0, tokens - PART) / 2)
+    return 2 * size.heads * size.head_dim * (chains + (size.layers - 1) * (later + everywhere))
 
 
 def forward_flops(size: DraftSize, tokens: float, positions: list[float]) -> float:
     """Operations of drafting from these positions, without a teacher."""
     passed = computed(positions, 1.0)
-    products = (size.fuse * tokens + size.keys * (tokens + sum(passed[1:])) + size.block * sum(passed)
+    products = (size.fuse * tokens + size.every * (tokens + sum(passed[1:])) + size.block * sum(passed)
                 + size.head * sum(positions))
     return 2 * products + 2 * attention_flops(size, tokens, passed)
 
@@ -125,7 +144,7 @@ def train_flops(size: DraftSize, tokens: float, positions: list[float], share: f
     more for the backward pass."""
     passed = computed(positions, share)
     return 7 * attention_flops(size, tokens, passed) + chain_flops(
-        tokens, passed, positions, fuse=size.fuse, keys=size.keys, step=size.block, head=size.head,
+        tokens, passed, positions, fuse=size.fuse, every=size.every, step=size.block, head=size.head,
         teacher=size.teacher, train_head=size.train_head)
 
 
@@ -157,14 +176,16 @@ def update_seconds(size: DraftSize, ranks: int, stage: int, speed: Speed) -> flo
 def activation_bytes(size: DraftSize, rows: float, tokens: float, positions: list[float], itemsize: float,
                      share: float = 1.0) -> float:
     """Bytes kept for the backward pass of a micro-batch, and its batch: taps and final states; normed, fused and
-    projected states; each step's own keys; MLP; the head's gradients. On top what a part of the head takes while it is
-    worked: logits in float32, the teacher's, and two of their size."""
+    projected states; each layer's and step's own keys; MLP; the head's gradients. On top what a part of the head takes
+    while it is worked: logits in float32, the teacher's, and two of their size."""
     S, H = tokens, size.hidden
     batch = S * (size.taps + 1) * size.target_hidden * itemsize
-    kept = S * 6 * H * itemsize + S * 2 * size.kv_heads * size.head_dim * itemsize
-    for k, P in enumerate(computed(positions, share)):
-        kept += P * itemsize * (8 * H + 3 * size.heads * size.head_dim + 4 * size.intermediate)
-        kept += P * (4 * size.heads + 2 * k * size.kv_heads * size.head_dim * itemsize)
+    kept, passed = S * 4 * H * itemsize, computed(positions, share)
+    for layer in range(size.layers):
+        kept += S * (2 * H + 2 * size.kv_heads * size.head_dim) * itemsize
+        for k, P in enumerate(passed if layer + 1 == size.layers else [S, *passed[1:]]):
+            kept += P * itemsize * (8 * H + 3 * size.heads * size.head_dim + 4 * size.intermediate)
+            kept += P * (4 * size.heads + 2 * k * size.kv_heads * size.head_dim * itemsize)
     head = sum(positions) * H * itemsize
     worked_on = 4 * min(LOGITS, rows * sum(positions) * size.draft_vocab * 4)
     return rows * (batch + kept + head) + 4 * size.head * size.train_head + worked_on
@@ -173,10 +194,11 @@ def activation_bytes(size: DraftSize, rows: float, tokens: float, positions: lis
 def draft_seconds(size: DraftSize, rows: float, K: int, context: float, itemsize: float, speed: Speed) -> float:
     """Seconds of one draft of K tokens: a pass over the newly verified positions, then K - 1 passes of one token."""
     def one(queries: float, fused: bool) -> float:
-        weights = size.keys + size.block + size.head + (size.fuse if fused else 0)
-        done = 2 * rows * (queries * (size.keys + (size.fuse if fused else 0)) + size.block + size.head)
-        cache = rows * context * 2 * size.kv_heads * size.head_dim
-        return pnorm((weights + cache) * itemsize / speed.bandwidth, done / speed.flops, speed.overlap) + speed.layer_s
+        weights = size.every + size.block + size.head + (size.fuse if fused else 0)
+        done = 2 * rows * (queries * (size.every + (size.fuse if fused else 0)) + size.block + size.head)
+        cache = rows * context * 2 * size.kv_heads * size.head_dim * size.layers
+        busy = pnorm((weights + cache) * itemsize / speed.bandwidth, done / speed.flops, speed.overlap)
+        return busy + size.layers * speed.layer_s
 
     return one(K + 1, True) + (K - 1) * one(1, False) if K else 0.0
 

@@ -43,24 +43,27 @@ class SlowEagle3:
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
     def fused(self, tap: Tensor) -> Tensor:
-        parts = tap.chunk(len(self.drafter.layers))
+        parts = tap.chunk(len(self.drafter.tapped))
         if self.drafter.options.tap_norms:
             parts = [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
         return self.weight("fc") @ torch.cat(tuple(parts))
 
-    def inputs(self, state: Tensor, token: int) -> Tensor:
-        return torch.cat([self.norm(self.drafter.embedding[token], "midlayer.input_layernorm"),
-                          self.norm(state, "midlayer.hidden_norm")])
+    def first_inputs(self, state: Tensor, token: int) -> tuple[Tensor, Tensor]:
+        """What the first layer's attention reads, and its residual."""
+        normed = self.norm(state, "midlayer.hidden_norm")
+        x = torch.cat([self.norm(self.drafter.embedding[token], "midlayer.input_layernorm"), normed])
+        return x, normed if self.drafter.options.norm_before_residual else state
 
-    def key_value(self, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
+    def key_value(self, layer: str, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
         n = self.drafter.shape.num_key_value_heads
-        key = (self.weight("midlayer.self_attn.k_proj") @ x).reshape(n, -1)
-        return self.rotated(key, position), (self.weight("midlayer.self_attn.v_proj") @ x).reshape(n, -1)
+        key = (self.weight(f"{layer}.self_attn.k_proj") @ x).reshape(n, -1)
+        return self.rotated(key, position), (self.weight(f"{layer}.self_attn.v_proj") @ x).reshape(n, -1)
 
-    def output(self, state: Tensor, x: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The decoder layer for one query that sees exactly `seen`."""
+    def output(self, layer: str, residual: Tensor, x: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]
+               ) -> Tensor:
+        """A decoder layer for one query that sees exactly `seen`."""
         s = self.drafter.shape
-        query = (self.weight("midlayer.self_attn.q_proj") @ x).reshape(s.num_attention_heads, -1)
+        query = (self.weight(f"{layer}.self_attn.q_proj") @ x).reshape(s.num_attention_heads, -1)
         query = self.rotated(query, position)
         mixed = []
         for head in range(s.num_attention_heads):
@@ -69,20 +72,33 @@ class SlowEagle3:
             values = torch.stack([value[group] for _, value in seen])
             scores = (keys @ query[head] / s.head_dim**0.5).exp()
             mixed.append(scores / scores.sum() @ values)
-        residual = self.norm(state, "midlayer.hidden_norm") if self.drafter.options.norm_before_residual else state
-        h = residual + self.weight("midlayer.self_attn.o_proj") @ torch.cat(mixed)
-        inner = self.norm(h, "midlayer.post_attention_layernorm")
-        gate = silu(self.weight("midlayer.mlp.gate_proj") @ inner)
-        return h + self.weight("midlayer.mlp.down_proj") @ (gate * (self.weight("midlayer.mlp.up_proj") @ inner))
+        h = residual + self.weight(f"{layer}.self_attn.o_proj") @ torch.cat(mixed)
+        inner = self.norm(h, f"{layer}.post_attention_layernorm")
+        gate = silu(self.weight(f"{layer}.mlp.gate_proj") @ inner)
+        return h + self.weight(f"{layer}.mlp.down_proj") @ (gate * (self.weight(f"{layer}.mlp.up_proj") @ inner))
+
+    def passed(self, state: Tensor, token: int, position: int, seen: list[list[tuple[Tensor, Tensor]]],
+               wanted: bool = True) -> Tensor | None:
+        """One position through all layers, its keys added to what each has `seen`; its output where it is wanted."""
+        x, residual = self.first_inputs(state, token)
+        names = ["midlayer", *(f"layers.{i}" for i in range(1, self.drafter.options.num_layers))]
+        for name, known in zip(names, seen, strict=True):
+            if name != "midlayer":
+                x, residual = self.norm(state, f"{name}.input_layernorm"), state
+            known.append(self.key_value(name, x, position))
+            if name == names[-1] and not wanted:
+                return None
+            state = self.output(name, residual, x, position, known)
+        return state
 
     def chain(self, ids: list[int], taps: Tensor, start: int, following: list[int]) -> list[Tensor]:
         """Outputs (before the norm) of the chain from `start`; following[k]: the token that step k is given."""
-        seen = [self.key_value(self.inputs(self.fused(taps[i]), ids[i + 1]), i) for i in range(start)]
+        seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.drafter.options.num_layers)]
+        for i in range(start):
+            self.passed(self.fused(taps[i]), ids[i + 1], i, seen, wanted=False)
         state, outputs = self.fused(taps[start]), []
         for k, token in enumerate(following):
-            x = self.inputs(state, token)
-            seen.append(self.key_value(x, start + k))
-            outputs.append(self.output(state, x, start + k, seen))
+            outputs.append(self.passed(state, token, start + k, seen))
             post = self.drafter.options.feedback == "post_norm"
             state = self.norm(outputs[-1], "norm") if post else outputs[-1]
         return outputs

@@ -26,13 +26,21 @@ SHAPES = {
     "midlayer.input_layernorm.weight": (H,), "midlayer.post_attention_layernorm.weight": (H,), "norm.weight": (H,),
     "lm_head.weight": (D, H),
 }
-PLAIN = {"tap_norms": False, "feedback": "pre_norm", "norm_before_residual": False}
+SECOND = {
+    "layers.1.self_attn.q_proj.weight": (HEADS * DIM, H), "layers.1.self_attn.k_proj.weight": (GROUPS * DIM, H),
+    "layers.1.self_attn.v_proj.weight": (GROUPS * DIM, H), "layers.1.self_attn.o_proj.weight": (H, HEADS * DIM),
+    "layers.1.mlp.gate_proj.weight": (I, H), "layers.1.mlp.up_proj.weight": (I, H),
+    "layers.1.mlp.down_proj.weight": (H, I), "layers.1.input_layernorm.weight": (H,),
+    "layers.1.post_attention_layernorm.weight": (H,),
+}
+PLAIN = {"tap_norms": False, "feedback": "pre_norm", "norm_before_residual": False, "num_layers": 1}
 
 
-def weights(full: bool = False, tap_norms: bool = False) -> dict[str, Tensor]:
-    """Random weights under their native names; `full`: a head over all of the target's tokens."""
+def weights(full: bool = False, tap_norms: bool = False, layers: int = 1) -> dict[str, Tensor]:
+    """Random weights under their native names; `full`: a head over all of the target's tokens; `layers`: 1 or 2."""
     g = torch.Generator().manual_seed(5)
-    shapes = SHAPES | (NORMS if tap_norms else {}) | ({"lm_head.weight": (V, H)} if full else {})
+    shapes = SHAPES | (NORMS if tap_norms else {}) | (SECOND if layers == 2 else {})
+    shapes |= {"lm_head.weight": (V, H)} if full else {}
     return {name: torch.randn(shape, generator=g) * (0.3 if len(shape) == 2 else 1.0) for name, shape in shapes.items()}
 
 
@@ -87,5 +95,5 @@ def plain(tensors: dict[str, Tensor], embedding: Tensor, **options) -> SlowEagle
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     shape = SimpleNamespace(rms_norm_eps=1e-5, rope_parameters={"rope_theta": 16.0}, num_key_value_heads=GROUPS,
                             num_attention_heads=HEADS, head_dim=DIM)
-    return SlowEagle3(SimpleNamespace(get_parameter=wide.get, shape=shape, layers=LAYERS, embedding=embedding.double(),
+    return SlowEagle3(SimpleNamespace(get_parameter=wide.get, shape=shape, tapped=LAYERS, embedding=embedding.double(),
                                       options=SimpleNamespace(**{**PLAIN, **options})))

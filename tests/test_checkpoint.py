@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from tiny import LAYERS, llama, load_target, write_target
 
 from drafters import checkpoint
+from drafters.eagle3_build import copy_last_layers
+from drafters.propose import RowMemory
 from drafters.registry import entry, options_of
 from recipes.errors import ConfigError, RunError
 
@@ -50,6 +53,51 @@ def test_round_trip_is_bit_equal(base, saved):
     assert again.meta() == drafter.meta() and not again.training
     assert torch.equal(again.draft_ids, drafter.draft_ids)
     assert not {"embedding", "teacher_head"} & set(ours)  # the target's own, case 62
+
+
+def test_two_layers_round_trip_and_other_counts_are_refused(base, saved, tmp_path_factory):
+    """Cases 13, 18: both layers come back bit for bit; a drafter.json that says another number of layers, or none that
+    exists, is an error that says so; one that says nothing is of one layer."""
+    _, target, drafter = base
+    folder, two = tmp_path_factory.mktemp("two"), fresh(target, num_layers=2)
+    checkpoint.save(folder, two.tensors(), meta_of(two, target))
+    again = checkpoint.load(folder, target)
+    ours, theirs = two.tensors(), again.tensors()
+    assert list(ours) == list(theirs) and len(ours) == len(drafter.tensors()) + 9
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    wrong = (folder, 1, "of 2 .*num_layers = 1"), (saved, 2, "of 1 .*num_layers = 2"), (saved, 3, "num_layers")
+    for place, layers, named in wrong:
+        meta = checkpoint.read_meta(place)
+        meta["options"]["num_layers"] = layers
+        (place / checkpoint.META).write_text(json.dumps(meta))
+        with pytest.raises(ConfigError, match=named):
+            checkpoint.load(place, target)
+    del meta["options"]["num_layers"]
+    (saved / checkpoint.META).write_text(json.dumps(meta))
+    assert checkpoint.load(saved, target).options.num_layers == 1
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@torch.no_grad()
+def test_warm_start_is_the_end_of_the_target(base, layers):
+    """Given the states that enter the target's last layers, and nothing of the embedding, a fresh drafter computes the
+    target's final states: the layers are in the target's order, the last one last."""
+    _, target, _ = base
+    drafter, ids = fresh(target, num_layers=layers), torch.arange(5, 17)[None]
+    states = target.model(ids, output_hidden_states=True).hidden_states
+    for name in "qkv":
+        getattr(drafter.midlayer.self_attn, f"{name}_proj").weight[:, : target.hidden] = 0
+    positions, memory = torch.arange(ids.shape[1])[None], RowMemory(1, ids.shape[1], layers)
+    output = drafter.step(states[-1 - layers], drafter.embed(ids), positions, memory, None)
+    torch.testing.assert_close(drafter.norm(output), states[-1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(drafter.fc.weight[:, -target.hidden :].diagonal() > 0.5, torch.ones(target.hidden).bool())
+
+
+def test_warm_start_needs_as_many_layers(base):
+    """A target of one layer cannot start a drafter of two."""
+    shallow = SimpleNamespace(model=SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[None])))
+    with pytest.raises(ConfigError, match="num_layers = 2, but the target has 1 layers; use start: random"):
+        copy_last_layers(fresh(base[1], num_layers=2, start="random"), shallow)
 
 
 def test_tied_target(tmp_path):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
+from drafters import chain_attention
 from drafters.base import Batch, loss_mask
 from drafters.eagle3 import Eagle3, Options
 from drafters.layers import Shape
@@ -110,7 +111,8 @@ def drafter(**options) -> tuple[Eagle3, DraftSize]:
     made = Options(draft_vocab_size=D, deepen_at=0.0, **options)
     module = Eagle3(made, Shape.from_target(config, D), [1, 2, 3], torch.arange(D), torch.randn(V, H),
                     torch.randn(V, H))
-    size = DraftSize(H, H, TAPS, 4, 2, 8, 80, D, V, made.tap_norms, made.train_head)
+    size = DraftSize(H, H, TAPS, 4, 2, 8, 80, D, V, made.tap_norms, made.train_head,
+                     made.num_layers)
     return module.train(), size
 
 
@@ -121,7 +123,7 @@ def batch(prompt: int, answer: int) -> Batch:
     return Batch(torch.randint(V, (1, S)), turns, torch.randn(1, S, TAPS * H), torch.randn(1, S, H))
 
 
-@pytest.mark.parametrize("options", [{}, {"tap_norms": True}, {"train_head": False}])
+@pytest.mark.parametrize("options", [{}, {"tap_norms": True}, {"train_head": False}, {"num_layers": 2}])
 def test_drafter_parameters_are_the_modules(options):
     """All and trained parameters, as the module allocates them."""
     module, size = drafter(**options)
@@ -141,22 +143,35 @@ def test_worked_positions_are_those_of_the_loss_mask(lengths, depth):
     assert draft_cost.worked(lengths, depth) == [int(loss_mask(turns, k).sum()) for k in range(depth)]
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("train_head", [True, False])
-def test_training_operations_are_those_of_the_drafter(depth, train_head):
+def test_training_operations_are_those_of_the_drafter(layers, depth, train_head):
     """FLOPs of forward and backward pass as torch counts the real drafter's products. Where the drafter's forward pass
     changes, train_flops has to follow."""
-    module, size = drafter(depth=depth, train_head=train_head)
+    module, size = drafter(depth=depth, train_head=train_head, num_layers=layers)
     with FlopCounterMode(display=False) as counter:
         module(batch(20, 12)).loss_sum.backward()
     predicted = draft_cost.train_flops(size, 32, draft_cost.worked([12], depth))
     assert predicted == pytest.approx(counter.get_total_flops(), rel=0.001)
 
 
-def test_kept_activations_are_not_underestimated():
+def test_operations_of_a_long_row_in_parts(monkeypatch):
+    """Two layers over rows of several parts: positions of the first layer see the columns up to their part's end."""
+    monkeypatch.setattr(draft_cost, "PART", 8)
+    monkeypatch.setattr(chain_attention, "CHAINS", {"cpu": 8})
+    module, size = drafter(depth=2, num_layers=2)
+    with FlopCounterMode(display=False) as counter:
+        module(batch(20, 44)).loss_sum.backward()
+    predicted = draft_cost.train_flops(size, 64, draft_cost.worked([44], 2))
+    assert predicted == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_kept_activations_are_not_underestimated(layers):
     """Bytes that autograd keeps of the real pass, weights and batch aside: the estimate is no lower, and at most three
     times as high."""
-    module, size = drafter(depth=3)
+    module, size = drafter(depth=3, num_layers=layers)
     row = batch(20, 12)
     known_storages = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers(), row.taps,
                                                                row.final, row.ids, row.turns)}

@@ -16,6 +16,8 @@ from recipes.errors import ConfigError
 V, H, D, K = 40, 16, 12, 4
 IDS = torch.tensor([2, 3, 5, 6, 9, 14, 15, 20, 21, 30, 33, 39])
 HEAD = torch.randn(V, H, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+TWO = {"num_layers": 2}
+BOTH = pytest.mark.parametrize("layers", [1, 2])
 TURNS = [
     [0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2],  # two turns, the second to the row's end
     [0, 1, 1, 1, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0],  # a turn of one token carries nothing
@@ -77,6 +79,9 @@ def same(ours: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     {"loss": "reverse_kl"}, {"loss": "tv"}, {"loss": "lk", "lk_eta": 2.0}, {"labels": "greedy"}, {"labels": "token"},
     {"loss": "tv", "labels": "greedy"}, {"loss": "lk", "labels": "token", "outside_vocabulary": "drop"},
     {"step_weights": "prefix"}, {"step_weights": "prefix", "labels": "token", "feature_loss": 0.3},
+    TWO, TWO | {"norm_before_residual": True, "step_weights": "prefix"},
+    TWO | {"feedback": "post_norm", "tap_norms": True}, TWO | {"loss": "lk", "labels": "token"},
+    TWO | {"depth": 1, "train_head": False},
 ])
 def test_loss_and_gradients_equal_the_slow_reference(options, monkeypatch):
     """Case 31: loss, hits and positions of each depth and every gradient equal those of separately built chains."""
@@ -90,6 +95,17 @@ def test_loss_and_gradients_equal_the_slow_reference(options, monkeypatch):
     assert out.depth_hits.tolist() == hits and out.depth_count.tolist() == counts
     assert counts[:2] == [14, 9][: len(counts)] and drafter.count(batch) == 14  # by hand
     assert all(g.abs().sum() > 0 for g in gradients)
+
+
+@BOTH
+@pytest.mark.parametrize("turns", [[[1] * 14, [2] * 9], [[0] * 7 + [1] * 7, [1, 1, 0, 0] * 3]], ids=["dense", "half"])
+def test_dense_and_half_supervised_rows_equal_the_slow_reference(layers, turns):
+    """Cases 31, 49: the loss and every gradient, wherever in the rows the supervised positions are."""
+    drafter, batch = drafter_with(num_layers=layers), batch_of(turns)
+    total, *_ = slow_loss(drafter, batch, HEAD)
+    expected = torch.autograd.grad(total, [p for p in drafter.parameters() if p.requires_grad])
+    out, gradients = run(drafter, batch)
+    same([out.loss_sum, *gradients], [total, *expected])
 
 
 turn_rows = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=6).map(
@@ -134,13 +150,14 @@ def test_gradient_map():
     assert gradient_maps(drafter) == ([0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8])
     drafter.midlayer.self_attn.o_proj.weight.data.zero_()  # without attention only predicting positions are left
     assert gradient_maps(drafter) == ([4, 5, 6, 7], [])
-    shallow = drafter_with(depth=1)
-    assert gradient_maps(shallow) == ([0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8])
+    for shallow in (drafter_with(depth=1), drafter_with(depth=1, num_layers=2), drafter_with(num_layers=2)):
+        assert gradient_maps(shallow) == ([0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8])
 
 
-def test_padding_and_batch_composition_change_nothing():
+@BOTH
+def test_padding_and_batch_composition_change_nothing(layers):
     """Case 38: a batch's sums are the sums of its rows alone, whatever the padding, in any order."""
-    drafter = drafter_with()
+    drafter = drafter_with(num_layers=layers)
     out, gradients = run(drafter, batch_of(TURNS))
     whole = batch_of(TURNS)
     parts = []
@@ -161,11 +178,12 @@ def packed(batch: Batch, turns: list[list[int]]) -> Batch:
     return Batch(*(torch.cat(part)[None] for part in [*parts, starts]))
 
 
-def test_packed_conversations_are_those_apart():
+@BOTH
+def test_packed_conversations_are_those_apart(layers):
     """Case 67: rows packed end to end have the loss, gradients and drafts of rows apart; every position that carries
     loss there carries it here."""
     turns = [row for row in TURNS if any(row)] + [[0, 0, 1, 1, 1, 1, 1, 1]]
-    drafter, apart = drafter_with(), batch_of(turns)
+    drafter, apart = drafter_with(num_layers=layers), batch_of(turns)
     expected, gradients = run(drafter, apart)
     batch = packed(apart, turns)
     out, ours = run(drafter, batch)
@@ -179,9 +197,10 @@ def test_packed_conversations_are_those_apart():
         int(begins[b] + t): row.tolist() for b in range(4) for t, row in zip(at[b][valid[b]], tokens[b][valid[b]])}
 
 
-def test_garbage_behind_the_loss_cannot_leak():
+@BOTH
+def test_garbage_behind_the_loss_cannot_leak(layers):
     """Case 41: padding, what follows a row's last supervised token, and final states without a label say nothing."""
-    drafter, batch = drafter_with(), batch_of(TURNS)
+    drafter, batch = drafter_with(num_layers=layers), batch_of(TURNS)
     out, gradients = run(drafter, batch)
     last_read = [12, 3, 6, -1]  # the last position whose state or following token any chain reads
     for b, last in enumerate(last_read):
@@ -193,9 +212,10 @@ def test_garbage_behind_the_loss_cannot_leak():
     same([again.loss_sum, *other], [out.loss_sum, *gradients])
 
 
-def test_batch_without_supervised_tokens_gives_zeros():
+@BOTH
+def test_batch_without_supervised_tokens_gives_zeros(layers):
     """Case 41: loss and gradients are zero, not NaN, and no position is counted."""
-    drafter = drafter_with()
+    drafter = drafter_with(num_layers=layers)
     out, gradients = run(drafter, batch_of([[0] * 5, [0, 0, 1]]))
     assert out.loss_sum.item() == 0 and out.depth_count.tolist() == [0] * K
     assert all(g.abs().sum() == 0 for g in gradients)
@@ -215,15 +235,17 @@ def test_labels_outside_the_draft_vocabulary():
     assert loss["drop"] == pytest.approx(alone, rel=1e-9) and loss["keep"] > alone + 1e-3
 
 
-def test_a_chain_never_sees_another_ones_later_steps():
+@BOTH
+def test_a_chain_never_sees_another_ones_later_steps(layers):
     """Another token fed to one chain at step 1 changes that chain's later steps and no other's."""
-    drafter, batch = drafter_with(), batch_of([TWELVE])
+    drafter, batch = drafter_with(num_layers=layers), batch_of([TWELVE])
     at = torch.tensor([[4, 5, 6, 7]])
     first = drafter.fuse(batch.taps)
     positions = torch.arange(12)[None]
 
     def outputs(fed: torch.Tensor) -> torch.Tensor:  # [step, chain, D]
-        steps = unroll(drafter, first, batch.ids.roll(-1, 1), positions, UnrollMemory(at), 3, lambda k, _: fed, at)
+        memory = UnrollMemory(at, layers=layers)
+        steps = unroll(drafter, first, batch.ids.roll(-1, 1), positions, memory, 3, lambda k, _: fed, at)
         return torch.stack([drafter.logits(output)[0] for output in steps])
 
     one, other = outputs(torch.tensor([[8, 8, 8, 8]])), outputs(torch.tensor([[8, 9, 8, 8]]))
@@ -231,9 +253,33 @@ def test_a_chain_never_sees_another_ones_later_steps():
     assert changed.tolist() == [[False] * 4, [False, True, False, False], [False, True, False, False]]
 
 
-def test_chains_equal_the_slow_reference():
+@BOTH
+def test_chains_that_go_on_compute_what_they_do_among_all(layers):
+    """Chains left out after each step take their own keys of every layer with them, and no other chain's."""
+    drafter, batch = drafter_with(num_layers=layers), batch_of([TWELVE])
+    at, fed, left = torch.tensor([[4, 5, 6, 7]]), torch.tensor([[8, 9, 10, 11]]), {1: [0, 2, 3], 2: [1, 2], 3: [1]}
+
+    def outputs(thinned: bool) -> list[torch.Tensor]:
+        kept = [torch.arange(4)[None]]
+
+        def thin(k: int) -> torch.Tensor:
+            index = torch.tensor([left[k]])
+            kept.append(kept[-1].gather(1, index))
+            return index
+
+        memory = UnrollMemory(at, layers=layers)
+        steps = unroll(drafter, drafter.fuse(batch.taps), batch.ids.roll(-1, 1), torch.arange(12)[None], memory, 4,
+                       lambda k, _: fed.gather(1, kept[-1]), at, thin if thinned else None)
+        return [output[0] for output in steps]
+
+    whole = outputs(thinned=False)
+    same(outputs(thinned=True), [whole[0], whole[1][[0, 2, 3]], whole[2][[2, 3]], whole[3][[3]]])
+
+
+@BOTH
+def test_chains_equal_the_slow_reference(layers):
     """Greedy drafts of validation are the reference's own, each chain fed its own tokens."""
-    drafter, batch = drafter_with(), batch_of(TURNS)
+    drafter, batch = drafter_with(num_layers=layers), batch_of(TURNS)
     tokens, at, valid = drafter.chains(batch, K)
     slow = SlowEagle3(drafter)
     for b in range(len(TURNS)):
@@ -259,13 +305,14 @@ def test_depth_grows_with_the_run():
         Options(deepen_at=0.5, deepen=[(0.4, 5)])
 
 
-def test_thinned_chains_give_the_whole_loss_on_average():
+@BOTH
+def test_thinned_chains_give_the_whole_loss_on_average(layers):
     """One chain of six goes on from depth 0, by the seed: six outcomes whose mean loss and mean gradient are exactly
     those of all chains, later depths with their own keys included."""
     batch = batch_of([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1]])
     assert int(loss_mask(batch.turns, 1).sum()) == 6
-    whole, gradients = run(drafter_with(), batch)
-    thinned, outcomes = drafter_with(depth_share=0.01), {}
+    whole, gradients = run(drafter_with(num_layers=layers), batch)
+    thinned, outcomes = drafter_with(depth_share=0.01, num_layers=layers), {}
     for seed in range(80):
         out = thinned(batch, 1.0, seed)
         found = torch.autograd.grad(out.loss_sum, [p for p in thinned.parameters() if p.requires_grad])

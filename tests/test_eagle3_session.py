@@ -7,20 +7,22 @@ from hypothesis import strategies as st
 from test_eagle3 import IDS, TURNS, Eagle3, V, batch_of, drafter_with
 
 from data.sampling import draw
+from drafters import propose
 from drafters.base import Batch
 from drafters.propose import UnrollMemory, unroll
 
 K = 4
 ROW = [0, 0, 0] + [1] * 20
-VARIANTS = [{}, {"tap_norms": True, "feedback": "post_norm"}, {"norm_before_residual": True}]
+VARIANTS = [{}, {"tap_norms": True, "feedback": "post_norm"}, {"norm_before_residual": True}, {"num_layers": 2},
+            {"num_layers": 2, "feedback": "post_norm"}]
 
 
 def chain_of(drafter: Eagle3, batch: Batch, start: int) -> tuple[list[int], torch.Tensor]:
     """Tokens [K] and distributions [K, V] of the greedy chain from `start` of a one-row batch, as validation has it."""
-    at = torch.tensor([[start]])
+    memory = UnrollMemory(torch.tensor([[start]]), layers=drafter.options.num_layers)
     spread = torch.zeros(K, V, dtype=torch.float64)
     steps = unroll(drafter, drafter.fuse(batch.taps), batch.ids.roll(-1, 1), torch.arange(batch.ids.shape[1])[None],
-                   UnrollMemory(at), K, lambda k, output: IDS[drafter.logits(output).argmax(-1)], at)
+                   memory, K, lambda k, output: IDS[drafter.logits(output).argmax(-1)], memory.at)
     for k, output in enumerate(steps):
         spread[k, IDS] = drafter.logits(output)[0, 0].softmax(-1)
     return spread.argmax(-1).tolist(), spread
@@ -74,6 +76,22 @@ def test_propose_in_the_loop_equals_the_chain(options, seed):
             rows, at, taps, ids = [rows[2], rows[0]], at[[2, 0]], taps[[2, 0]], ids[[2, 0]]
         if bool((at >= len(ROW) - K - 3).any()):
             break
+
+
+@torch.no_grad()
+def test_a_long_prompt_is_attended_in_parts(monkeypatch):
+    """Queries of the first of two layers, two at a time: the proposals are those of all at once."""
+    drafter, batch = drafter_with(num_layers=2), batch_of([ROW])
+    positions = torch.arange(len(ROW))[None]
+
+    def proposed() -> torch.Tensor:
+        session = drafter.session(1, len(ROW) + K)
+        session.observe(batch.taps, batch.ids.roll(-1, 1), positions, torch.tensor([len(ROW) - 2]))
+        return session.propose(K, lambda q: q.argmax(-1)).q
+
+    whole = proposed()
+    monkeypatch.setattr(propose, "QUERIES", 2)
+    torch.testing.assert_close(proposed(), whole)
 
 
 @torch.no_grad()

@@ -79,6 +79,18 @@ def test_measured_demo_lies_in_the_planned_ranges(tmp_path, monkeypatch, traced)
     assert low <= 3_044_896_768 <= high
 
 
+def test_a_second_layer_is_planned(tmp_path):
+    """Two layers instead of one: the drafter's further weights with gradients and moments, longer training and drafts,
+    a larger export."""
+    path = recipe(tmp_path, LLAMA_8B, trace={"mode": "online"})
+    one, two = (plan.make(load_recipe(path, {"drafter.options.num_layers": str(n)}))["stages"] for n in (1, 2))
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096  # query and output, keys, MLP, norms
+    for bound in (0, 1):
+        assert two["train"]["memory_bytes"][bound] - one["train"]["memory_bytes"][bound] > 16 * layer
+        assert two["export"]["disk_bytes"][bound] - one["export"]["disk_bytes"][bound] >= 2 * layer
+        assert all(two[stage]["seconds"][bound] > one[stage]["seconds"][bound] for stage in ("train", "eval"))
+
+
 def test_command_prints_and_writes_the_plan(tmp_path, capsys):
     """Eight H100s for Llama-3.1-8B: figures as ranges, every assumption with its reason, plan.json beside the run;
     cost only where a price is known."""

@@ -80,18 +80,19 @@ def test_coverage_against_the_rows_of_the_plan(lengths, batch_rows, ranks, steps
 
 def test_flops_by_hand():
     """Ten tokens, chains of 4 and 2 positions, every size another prime: each term once, written out."""
-    sizes = {"fuse": 3, "keys": 5, "step": 7, "head": 11, "teacher": 13}
+    sizes = {"fuse": 3, "every": 5, "step": 7, "head": 11, "teacher": 13}
     wanted = 4 * 3 * 10 + 6 * 5 * (10 + 2) + 6 * 7 * 6 + 6 * 11 * 6 + 2 * 13 * 4
     assert chain_flops(10, [4, 2], [4, 2], **sizes, train_head=True) == wanted
     assert chain_flops(10, [4, 2], [4, 2], **sizes, train_head=False) == wanted - 2 * 11 * 6
     assert chain_flops(0, [], [], **sizes, train_head=True) == 0
 
 
-@pytest.mark.parametrize("head", [True, False])
-def test_flops_against_torch_counting(build, base, head):
+@pytest.mark.parametrize("head, layers", [(True, 1), (False, 1), (True, 2)])
+def test_flops_against_torch_counting(build, base, head, layers):
     """One row, so no padding: torch's own counter of the matrix products that ran, forward and backward, without those
     of queries with keys, finds the model FLOPs within a tenth."""
-    trainer, _ = build(drafter__options__depth=3, drafter__options__train_head=head)
+    trainer, _ = build(drafter__options__depth=3, drafter__options__train_head=head,
+                       drafter__options__num_layers=layers)
     row = max(range(12), key=base.reader.supervised)
     batch = collate([base.reader[row]])
     counter = FlopCounterMode(display=False)
