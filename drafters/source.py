@@ -21,6 +21,7 @@ from torch import Tensor
 
 from drafters import checkpoint, vocab
 from drafters.export.foreign import STRUCTURE, Imported, from_native
+from drafters.export.native import layers_of
 from drafters.export.speculators import from_speculators
 from drafters.layers import Shape
 from recipes.errors import ConfigError
@@ -89,6 +90,7 @@ def own(meta: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Impor
     if differ:
         raise ConfigError(f"{folder / checkpoint.META}: shape.{differ[0]} is missing or unknown; restore the file")
     options = {key: meta["options"][key] for key in STRUCTURE if key in meta["options"]}
+    options.setdefault("num_layers", layers_of(meta))
     unsaid = {key: f"{checkpoint.META} has no options.{key}" for key in STRUCTURE if key not in options}
     d2t, t2d = named.pop("d2t"), named.pop("t2d")
     vocab.check(d2t, t2d)

@@ -77,6 +77,7 @@ class ReadDrafter:
         except (OSError, ValueError, SafetensorError) as error:
             raise RunError(f"{folder}: cannot be read: {error}; export again") from None
         self.layers = self.config["eagle_aux_hidden_state_layer_ids"]
+        self.further = [f"layers.{i}" for i in range(1, self.config["num_hidden_layers"])]
         self.check_names(folder)
         d2t, _ = self.weights.pop("d2t"), self.weights.pop("t2d")
         self.target_ids = (torch.arange(len(d2t)) + d2t).tolist()  # offsets, not absolute ids
@@ -90,11 +91,10 @@ class ReadDrafter:
 
     def check_names(self, folder: Path) -> None:
         """Raises RunError where a tensor is missing, or is one that this reader leaves unused (case 13)."""
-        attention = [f"self_attn.{p}_proj" for p in "qkvo"]
-        others = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "hidden_norm", "input_layernorm",
-                  "post_attention_layernorm"]
-        wanted = {f"midlayer.{part}.weight" for part in attention + others}
-        wanted |= {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+        parts = [*(f"self_attn.{p}_proj" for p in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+                 "input_layernorm", "post_attention_layernorm"]
+        wanted = {f"{layer}.{part}.weight" for layer in ("midlayer", *self.further) for part in parts}
+        wanted |= {"midlayer.hidden_norm.weight", "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
         if self.config.get("fc_norm"):
             wanted |= {f"fc_norm.{i}.weight" for i in range(len(self.layers))}
         wrong = wanted ^ (self.weights.keys() - {"embed_tokens.weight"})
@@ -113,11 +113,11 @@ class ReadDrafter:
             taps = [self.norm(f"fc_norm.{i}", tap) for i, tap in enumerate(taps)]
         return self.linear("fc", torch.cat(taps, dim=-1))
 
-    def attend(self, x: Tensor) -> Tensor:
-        """Causal self-attention over x [S, 2H] at positions 0..S-1, returns [S, H]."""
+    def attend(self, layer: str, x: Tensor) -> Tensor:
+        """Causal self-attention over x [S, 2H], in a further layer [S, H], at positions 0..S-1, returns [S, H]."""
         S, hd = len(x), self.config["head_dim"]
         positions = torch.arange(S, device=x.device)
-        q, k, v = (self.linear(f"midlayer.self_attn.{p}_proj", x) for p in "qkv")
+        q, k, v = (self.linear(f"{layer}.self_attn.{p}_proj", x) for p in "qkv")
         q, k, v = (t.view(S, -1, hd).transpose(0, 1) for t in (q, k, v))
         q, k = (rotate(t, positions, self.frequencies) for t in (q, k))
         group = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
@@ -126,10 +126,17 @@ class ReadDrafter:
         scores = scores.masked_fill(positions[None, :] > positions[:, None], float("-inf"))
         wide = torch.promote_types(x.dtype, torch.float32)
         out = scores.softmax(-1, dtype=wide).to(x.dtype) @ v  # [nh, S, hd]
-        return self.linear("midlayer.self_attn.o_proj", out.transpose(0, 1).reshape(S, -1))
+        return self.linear(f"{layer}.self_attn.o_proj", out.transpose(0, 1).reshape(S, -1))
 
-    def layer(self, state: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """The drafter layer over states [S, H] and, for each, the token that FOLLOWS its position.
+    def block(self, layer: str, residual: Tensor, x: Tensor) -> Tensor:
+        """One decoder layer, whose attention reads x, over states residual [S, H]."""
+        h = residual + self.attend(layer, x)
+        x = self.norm(f"{layer}.post_attention_layernorm", h)
+        gated = F.silu(self.linear(f"{layer}.mlp.gate_proj", x)) * self.linear(f"{layer}.mlp.up_proj", x)
+        return h + self.linear(f"{layer}.mlp.down_proj", gated)
+
+    def step(self, state: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """All layers over states [S, H] and, for each, the token that FOLLOWS its position.
 
         Returns the state to feed back [S, H] and the normed output that the head reads [S, H].
         """
@@ -137,10 +144,9 @@ class ReadDrafter:
         normed = self.norm("midlayer.hidden_norm", state)
         residual = normed if self.config.get("norm_before_residual") else state
         both = torch.cat([self.norm("midlayer.input_layernorm", embedded), normed], dim=-1)  # [S, 2H]
-        h = residual + self.attend(both)
-        x = self.norm("midlayer.post_attention_layernorm", h)
-        gated = F.silu(self.linear("midlayer.mlp.gate_proj", x)) * self.linear("midlayer.mlp.up_proj", x)
-        h = h + self.linear("midlayer.mlp.down_proj", gated)
+        h = self.block("midlayer", residual, both)
+        for layer in self.further:
+            h = self.block(layer, h, self.norm(f"{layer}.input_layernorm", h))
         output = self.norm("norm", h)
         return (output if self.config.get("norm_output") else h), output
 
@@ -148,12 +154,12 @@ class ReadDrafter:
         """K target ids that follow `tokens` (t + 2 of them), from the target states at positions 0..t.
 
         Step k adds one row at position t + k: the state fed back by the step before and the token it drafted.
-        One layer's keys and values depend on nothing but their own row, so a causal pass over all rows is
-        the chain, the rows of positions <= t being the real target states.
+        A layer's keys and values depend on nothing but their own row and, behind the first layer, earlier ones:
+        so a causal pass over all rows is the chain, the rows of positions <= t being the real target states.
         """
         state, following, drafted = self.combine(taps), tokens[1:], []
         for _ in range(length):
-            feedback, output = self.layer(state, following)
+            feedback, output = self.step(state, following)
             logits = self.linear("lm_head", output[-1])  # [D]
             drafted.append(self.target_ids[int(logits.argmax())])
             state = torch.cat([state, feedback[-1:]])

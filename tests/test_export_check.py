@@ -56,7 +56,9 @@ class TestDamage:
         ("tie_word_embeddings", True, "tie_word_embeddings = True"),
         ("tie_word_embeddings", 0, "tie_word_embeddings = 0"),
         ("architectures", ["LlamaForCausalLM"], "architectures = ['LlamaForCausalLM']"),
-        ("num_hidden_layers", 2, "num_hidden_layers = 2"),
+        ("num_hidden_layers", 3, "num_hidden_layers = 3"),
+        ("num_hidden_layers", True, "num_hidden_layers = True"),
+        ("num_hidden_layers", 2, "layers.1.mlp.up_proj.weight: missing"),
         ("eagle_aux_hidden_state_layer_ids", [1, 3, 4], "eagle_config"),
         ("eagle_aux_hidden_state_layer_ids", [4, 2, 5], "ascending"),
         ("eagle_aux_hidden_state_layer_ids", 3, "eagle_aux_hidden_state_layer_ids"),
@@ -130,6 +132,17 @@ class TestDamage:
             (folder / "config.json").write_text(content)
             with pytest.raises(RunError, match="config.json"):
                 check_native(folder)
+
+    def test_second_layer(self, tmp_path):
+        """Case 13: a second layer has vLLM's names, reads the state alone, and has no norm that nobody reads."""
+        meta = make_meta(num_layers=2)
+        config, tensors = native_config(meta, "float32"), native_tensors(make_state(meta), meta, "float32")
+        check_native(write_native(tmp_path / "native", config, tensors))
+        wide = {"layers.1.self_attn.k_proj.weight": tensors["midlayer.self_attn.k_proj.weight"].clone()}
+        self.refused(tmp_path, config, tensors | wide, "layers.1.self_attn.k_proj.weight: shape [16, 64]")
+        stray = {"layers.1.hidden_norm.weight": torch.ones(H), "layers.2.input_layernorm.weight": torch.ones(H)}
+        self.refused(tmp_path, config, tensors | stray, *(f"{name}: unknown" for name in stray))
+        self.refused(tmp_path, config | {"num_hidden_layers": 1}, tensors, "layers.1.mlp.up_proj.weight: unknown")
 
     def test_own_embedding(self, tmp_path, good):
         """Case 47: allowed at the target's width, required at another one."""

@@ -49,7 +49,7 @@ def checkpoint(tmp_path) -> Path:
 
 
 VARIANTS = [{}, {"tap_norms": True}, {"feedback": "post_norm"}, {"norm_before_residual": True},
-            {"tap_norms": True, "feedback": "post_norm", "norm_before_residual": True}]
+            {"tap_norms": True, "feedback": "post_norm", "norm_before_residual": True}, {"num_layers": 2}]
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
@@ -65,10 +65,12 @@ def test_round_trip_is_bit_equal(tmp_path, options):
     assert meta_from_config(config) == meta
     flags = {"tap_norms": "fc_norm", "feedback": "norm_output"}
     flags["norm_before_residual"] = "norm_before_residual"
-    assert config.keys() & set(flags.values()) == {flags[option] for option in options}
+    assert config.keys() & set(flags.values()) == {flags[option] for option in options if option in flags}
+    assert config["num_hidden_layers"] == options.get("num_layers", 1)
     text = (out / "SERVE.md").read_text()
     assert "vllm serve org/target" in text and '"method": "eagle3"' in text
     assert ("EAGLE3" in text) is (not options), "only the plain form is offered to SGLang and TensorRT-LLM"
+    assert ("more than one layer (`layers.1.*`), which SGLang" in text) is ("num_layers" in options)
 
 
 def test_config_is_the_documented_one():
@@ -221,6 +223,9 @@ def test_unusable_checkpoints(tmp_path, checkpoint):
         write_checkpoint(checkpoint, {**make_meta(), field: broken}, make_state(make_meta()))
         with pytest.raises(ConfigError, match=field):
             export_native(checkpoint, tmp_path / "out", "float32", LAYERS, FINGERPRINT)
+    for layers in (0, 3, "two"):
+        with pytest.raises(ConfigError, match=f"options.num_layers = {layers!r}, must be 1 to 2"):
+            native_config(make_meta(num_layers=layers), "float32")
     meta = make_meta()
     del meta["shape"]["rope_parameters"]["rope_theta"]
     with pytest.raises(ConfigError, match="rope_theta"):

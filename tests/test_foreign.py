@@ -17,7 +17,7 @@ from drafters.export.native import native_config, native_tensors
 from drafters.export.speculators import from_speculators, speculators_config, speculators_tensors
 from recipes.errors import ConfigError
 
-VARIANTS = [{}, {"tap_norms": True, "feedback": "post_norm"}, {"norm_before_residual": True}]
+VARIANTS = [{}, {"tap_norms": True, "feedback": "post_norm"}, {"norm_before_residual": True}, {"num_layers": 2}]
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -181,11 +181,18 @@ def test_full_vocabulary_needs_no_map():
         from_native(native(), headless | maps())
 
 
+SECOND = {n: t for n, t in weights(layers=2).items() if n.startswith("layers.1.")}
 REFUSED = {
-    "two layers, native": (native(num_hidden_layers=2), {}, "num_hidden_layers = 2.*more than one layer"),
-    "second layer, vLLM": (native(), {"layers.1.mlp.up_proj.weight": torch.ones(I, H)}, "more than one layer"),
-    "second layer, SGLang": (native(), {"additional_layers.0.x": torch.ones(1)}, "more than one layer"),
-    "numbered layers": (native(), {"midlayer.0.x": torch.ones(1)}, "numbered layers"),
+    "three layers, native": (native(num_hidden_layers=3), {}, "num_hidden_layers = 3: the drafter here has 1 to 2"),
+    "no second layer": (native(num_hidden_layers=2), {}, "layers.1.input_layernorm.weight is missing"),
+    "second layer, unsaid": (native(), {"layers.1.mlp.up_proj.weight": torch.ones(I, H)},
+                             "more layers than num_hidden_layers says"),
+    "second layer, SGLang": (native(num_hidden_layers=2), {"additional_layers.0.x": torch.ones(1)},
+                             "leave out a residual"),
+    "second layer, wide": (native(num_hidden_layers=2),
+                           SECOND | {"layers.1.self_attn.q_proj.weight": torch.ones(H, 2 * H)},
+                           r"layers.1.self_attn.q_proj.weight \[32, 64\], the config implies \[32, 32\]"),
+    "numbered layers": (native(), {"midlayer.0.x": torch.ones(1)}, "TensorRT-LLM's numbered layers"),
     "query norm": (native(), {"midlayer.self_attn.q_norm.weight": torch.ones(8)}, "norms queries"),
     "bias": (native(), {"fc.bias": torch.ones(H)}, "fc.bias: it has biases"),
     "parallel": (native(), {"mask_hidden": torch.ones(1)}, "P-EAGLE"),
@@ -214,7 +221,7 @@ REFUSED = {
     "epsilon": (native(rms_norm_eps=2), {}, "rms_norm_eps = 2"),
     "head of another vocabulary": (native(), {"lm_head.weight": torch.ones(V, H)}, r"lm_head.weight \[64, 32\]"),
     "embedding of another one": (native(), {"embed_tokens.weight": torch.ones(D, H)}, r"embed_tokens.weight \[12"),
-    "speculators, two layers": (speculators({"num_hidden_layers": 2}), {}, "layer_config.num_hidden_layers = 2"),
+    "speculators, three layers": (speculators({"num_hidden_layers": 3}), {}, "layer_config.num_hidden_layers = 3"),
     "speculators, Qwen3": (speculators({"model_type": "qwen3"}), {}, "model_type = 'qwen3'.*Llama"),
     "speculators, no inner": (speculators(transformer_layer_config=7), {}, "transformer_layer_config.model_type = 7"),
     "speculators, other kind": (speculators(speculators_model_type="dflash"), {}, "'dflash': only eagle3"),

@@ -22,7 +22,7 @@ from train import checkpoints
 from train.run import COMMAND
 
 COUNTS = {id: 100 - id for id in range(4, 30)}
-EVERYTHING = {"tap_norms": True, "feedback": "post_norm", "norm_before_residual": True}
+EVERYTHING = {"tap_norms": True, "feedback": "post_norm", "norm_before_residual": True, "num_layers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +51,23 @@ def write_own(folder, base, **options):
     meta = {"kind": "eagle3", "options": {"draft_vocab_size": D, "intermediate_size": 48, **flags}, "shape": shape,
             "layers": LAYERS, "target": {"model": "org/target", "fingerprint": base.target.fingerprint()}}
     folder.mkdir()
-    checkpoint.save(folder, weights(tap_norms=flags["tap_norms"]) | maps(), meta)
+    checkpoint.save(folder, weights(tap_norms=flags["tap_norms"], layers=flags.get("num_layers", 1)) | maps(), meta)
     return folder
 
 
 def written(layout: str, folder, base, everything: bool):
     """(folder in a layout, options that the recipe has to state) of the drafter with no variant, or with all."""
-    tensors = weights(tap_norms=everything)
+    layers = 2 if everything else 1
+    tensors = weights(tap_norms=everything, layers=layers)
     embedding = {"embed_tokens.weight": base.target.embedding}
     if layout == "own":
         return write_own(folder, base, **(EVERYTHING if everything else {})), {}
     if layout == "speculators":
         flags = {"fc_norm": everything, "norm_output": everything, "norm_before_residual": everything}
-        return write(folder, speculators(**flags), in_layers(tensors) | embedding | maps()), {}
+        config = speculators({"num_hidden_layers": layers}, **flags)
+        return write(folder, config, in_layers(tensors) | embedding | maps()), {}
     flags = {"fc_norm": True, "norm_output": True, "norm_before_residual": True} if everything else {}
+    flags["num_hidden_layers"] = layers
     stated = {"feedback": "post_norm"} if everything else {}
     if layout == "native, pytorch_model.bin":
         halves = {n: t.bfloat16() for n, t in embedding.items()}  # an embedding in fewer bits is still the target's
@@ -80,7 +83,8 @@ def test_logits_after_import_are_those_of_the_source(base, tmp_path, layout, eve
     weights that went into the file, in every layout, with and without the variants."""
     folder, stated = written(layout, tmp_path / "source", base, everything)
     drafter = start(base, folder, **stated).drafter.double().eval()
-    slow = plain(weights(tap_norms=everything), base.target.embedding, **(EVERYTHING if everything else {}))
+    tensors = weights(tap_norms=everything, layers=2 if everything else 1)
+    slow = plain(tensors, base.target.embedding, **(EVERYTHING if everything else {}))
     g = torch.Generator().manual_seed(1)
     ids, taps = torch.randint(0, V, (8,), generator=g).tolist(), torch.randn(7, 3 * H, generator=g).double()
     session = drafter.session(1, 16)
@@ -146,9 +150,10 @@ def test_options_come_from_the_checkpoint_and_training_from_the_recipe(base, tmp
     options = start(base, folder, depth=5, hidden_noise=0.1, tap_norms=True, draft_vocab_size=D).options
     assert (options.draft_vocab_size, options.intermediate_size) == (D, 48) and options.depth == 5
     assert (options.tap_norms, options.feedback, options.norm_before_residual) == (True, "post_norm", True)
+    assert options.num_layers == 2
     drafter = start(base, folder).drafter
     assert drafter.shape.max_position_embeddings == 512 and drafter.shape.target_layers == L
-    assert drafter.meta()["options"]["feedback"] == "post_norm" and drafter.layers == LAYERS
+    assert drafter.meta()["options"]["feedback"] == "post_norm" and drafter.tapped == LAYERS
 
 
 @pytest.mark.parametrize("options, message", [
@@ -158,6 +163,7 @@ def test_options_come_from_the_checkpoint_and_training_from_the_recipe(base, tmp
     ({"draft_vocab_size": 16}, "drafter.options.draft_vocab_size = 16, but .*source has 12.*vocabulary: rebuild"),
     ({"intermediate_size": 64}, "drafter.options.intermediate_size = 64, but .*source has 48"),
     ({"intermediate_size": 0}, "drafter.options.intermediate_size = 0, but .*source has 48"),
+    ({"num_layers": 2}, "drafter.options.num_layers = 2, but .*source has 1"),
     ({"start": "random"}, "drafter.options.start = random.*drafter.init_from"),
     ({"depht": 3}, "depht"),
 ])

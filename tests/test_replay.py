@@ -8,9 +8,12 @@ from tiny import LAYERS, V, chat_tokenizer, load_target, write_target
 from data.batching import collate
 from data.capture import Conversation, capture
 from data.generate import Generator, Request
+from drafters import checkpoint
+from drafters.export.write import export_native
 from drafters.registry import entry, options_of
 from eval.decode import Decoder, Output
 from eval.metrics import Acceptance
+from eval.reader import read_acceptance
 from eval.replay import replay, walk
 
 K, LIMIT = 4, 14
@@ -53,14 +56,14 @@ def per_position(outputs: list[Output]) -> Acceptance:
     return sum((o.acceptance for o in outputs), Acceptance(K))
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, 2], ids=["one layer", "two layers"])
+def trained(request, tmp_path_factory):
     """A float64 target, twelve traced rows, and a drafter that learned half of them by heart."""
     target = load_target(write_target(tmp_path_factory.mktemp("target")), "float64", LAYERS)
     g = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 40, (1 + i % 5,), generator=g).tolist() for i in range(12)]
     rows = traced(target, prompts, ENDS, torch.float64)
-    options = options_of("eagle3", {"draft_vocab_size": 48, "depth": 3, "deepen_at": 0.0})
+    options = options_of("eagle3", {"draft_vocab_size": 48, "depth": 3, "deepen_at": 0.0, "num_layers": request.param})
     drafter = entry("eagle3").code.build(options, target, {i: 1 for i in range(3, 64)}, seed=0).double()
     batch = collate(rows[:6]).to(target.device, torch.float64)
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=5e-3)
@@ -82,6 +85,20 @@ def test_replay_equals_the_decoding_loop(trained):
     total = replay(drafter, rows, list(range(12)), K, target.device, torch.float64)
     assert total == per_position(outputs)
     assert total.drafts > total.accepted[0] > total.accepted[1] > total.accepted[2] > total.accepted[3] > 0
+
+
+def test_the_independent_reader_of_the_export_accepts_the_same(trained, tmp_path):
+    """Case 12: exported and decoded by code that shares nothing with the loop, the drafter has the loop's drafts and
+    accepted tokens of each position."""
+    target, prompts, _, drafter = trained
+    (tmp_path / "checkpoint").mkdir()
+    fingerprint = target.fingerprint()
+    checkpoint.save(tmp_path / "checkpoint", drafter.tensors(),
+                    drafter.meta() | {"target": {"model": "org/target", "fingerprint": fingerprint}})
+    folder = export_native(tmp_path / "checkpoint", tmp_path / "out", "float32", LAYERS, fingerprint)
+    reading = read_acceptance(folder, target.model, prompts, K, LIMIT, ENDS)
+    ours = per_position(Decoder(target, LIMIT, end_ids=ENDS).speculative(prompts, drafter, K))
+    assert Acceptance(K, reading.drafts, reading.accepted_per_position) == ours and ours.accepted[-1] > 0
 
 
 def test_accuracy_over_all_positions_is_another_number(trained):

@@ -28,7 +28,7 @@ def make_meta(**options) -> dict:
     return {
         "format": "drafthouse.drafter/1", "kind": "eagle3", "layers": list(LAYERS),
         "options": {"tap_norms": False, "feedback": "pre_norm", "norm_before_residual": False, "steps": 3,
-                    **options},
+                    "num_layers": 1, **options},
         "shape": {"hidden_size": H, "target_hidden_size": H, "intermediate_size": I,
                   "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": DIM,
                   "rms_norm_eps": 1e-6, "hidden_act": "silu", "vocab_size": V, "draft_vocab_size": D,
@@ -50,6 +50,13 @@ def make_state(meta: dict) -> dict[str, torch.Tensor]:
         "midlayer.hidden_norm.weight": (H,), "midlayer.input_layernorm.weight": (H,),
         "midlayer.post_attention_layernorm.weight": (H,), "norm.weight": (H,), "lm_head.weight": (D, H),
     }
+    if meta["options"]["num_layers"] == 2:
+        shapes |= {
+            "layers.1.self_attn.q_proj.weight": (HEADS * DIM, H), "layers.1.self_attn.k_proj.weight": (GROUPS * DIM, H),
+            "layers.1.self_attn.v_proj.weight": (GROUPS * DIM, H), "layers.1.self_attn.o_proj.weight": (H, HEADS * DIM),
+            "layers.1.mlp.gate_proj.weight": (I, H), "layers.1.mlp.up_proj.weight": (I, H),
+            "layers.1.mlp.down_proj.weight": (H, I), "layers.1.input_layernorm.weight": (H,),
+            "layers.1.post_attention_layernorm.weight": (H,)}
     if meta["options"]["tap_norms"]:
         shapes |= {f"fc_norm.{i}.weight": (H,) for i in range(3)}
     state = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafters.export.native import DTYPES, VARIANTS, canonical_rope, engine_layer_ids, legacy_rope
+from drafters.layers import MOST_LAYERS
 from recipes.errors import ConfigError, RunError
 
 # formats.md section 1. Products are spelled as in `sizes`.
@@ -38,7 +39,8 @@ TENSORS = {
 INTEGER_TENSORS = {"d2t": torch.int64, "t2d": torch.bool}
 # Names seen in the wild that are wrong here, and what goes wrong with each.
 FORBIDDEN = (
-    ("layers.", "SGLang skips this name and serves a random layer; the native name begins with midlayer."),
+    ("layers.0.", "SGLang skips this name and serves a random layer; the native name begins with midlayer."),
+    ("layers.", "num_hidden_layers says that there is no such layer, or no layer has such a tensor"),
     ("model.", "the native names have no model. prefix"),
     ("input_norm.", "belongs to norm_before_fc, which only the speculators layout carries"),
     ("mask_hidden", "belongs to P-EAGLE, not to EAGLE-3"),
@@ -47,7 +49,6 @@ FORBIDDEN = (
 FIXED = {
     "architectures": (["LlamaForCausalLMEagle3"], "engines choose the drafter class by this name"),
     "model_type": ("llama", "other types are loaded with other defaults"),
-    "num_hidden_layers": (1, "more than one layer is not portable between engines"),
     "hidden_act": ("silu", "the engines' drafter layer is a gated SiLU"),
     "attention_bias": (False, "the layout has no bias tensors"),
     "mlp_bias": (False, "the layout has no bias tensors"),
@@ -66,7 +67,8 @@ ROPE_NEEDS = {
 
 
 def check_native(folder: Path) -> None:
-    """Passes for a folder that vLLM, SGLang and TensorRT-LLM load with the meaning it was trained with.
+    """Passes for a folder that vLLM, SGLang and TensorRT-LLM load with the meaning it was trained with; vLLM alone
+    where it has more than one layer, or a flag of VARIANTS.
 
     Raises RunError that names every violation: config keys, tensor names, shapes, precisions, values.
     """
@@ -102,6 +104,9 @@ def config_violations(config: dict[str, Any]) -> Iterator[str]:
     for key in SIZES:
         if not is_size(config.get(key)):
             yield f"config.json: {key} = {config.get(key, 'missing')!r}, must be a whole number above 0"
+    layers = config.get("num_hidden_layers", "missing")
+    if not is_size(layers) or layers > MOST_LAYERS:
+        yield f"config.json: num_hidden_layers = {layers!r}, must be 1, or up to {MOST_LAYERS} for vLLM alone"
     if "target_hidden_size" in config and not is_size(config["target_hidden_size"]):
         yield (f"config.json: target_hidden_size = {config['target_hidden_size']!r}: engines multiply it by "
                f"the number of taps; write a whole number or leave it out")
@@ -205,9 +210,17 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
             for name, factors in product.items() if None not in factors}
 
 
+def further_layer(i: int) -> dict[str, tuple[str, ...]]:
+    """Tensors of layer i > 0 as vLLM names them: the first one's, but its attention reads the state alone."""
+    return {f"layers.{i}." + name.removeprefix("midlayer."): tuple("H" if s == "2H" else s for s in symbols)
+            for name, symbols in TENSORS.items() if name.startswith("midlayer.") and "hidden_norm" not in name}
+
+
 def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[str, ...]], set[str]]:
     """Every allowed name with its symbolic shape, and the names that may be left out."""
-    names = dict(TENSORS)
+    names, layers = dict(TENSORS), config.get("num_hidden_layers")
+    for i in range(1, min(layers, MOST_LAYERS) if is_size(layers) else 1):
+        names |= further_layer(i)
     if config.get("fc_norm") is True and is_size(config.get("num_aux_hidden_states")):
         names |= {f"fc_norm.{i}.weight": ("Ht",) for i in range(config["num_aux_hidden_states"])}
     names["embed_tokens.weight"] = ("V", "H")

@@ -14,10 +14,12 @@ from transformers import LlamaConfig
 
 from drafters.export.check import ROPE_NEEDS, expected_tensors, is_size, sizes
 from drafters.export.native import VARIANTS, canonical_rope, engine_layer_ids
+from drafters.layers import MOST_LAYERS
 from recipes.errors import ConfigError
 
 # `drafter.options` that a checkpoint fixes; the others say how it is trained.
-STRUCTURE = ("draft_vocab_size", "intermediate_size", *(option for option, _, _ in VARIANTS.values()))
+STRUCTURE = ("draft_vocab_size", "intermediate_size", "num_layers",
+             *(option for option, _, _ in VARIANTS.values()))
 IDS = "eagle_aux_hidden_state_layer_ids"
 # Field of drafters.layers.Shape that a decoder config has under the same name.
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -29,10 +31,10 @@ IGNORED_ENDS = ("rotary_emb.inv_freq",)
 IGNORED = ("verifier_lm_head.weight", "verifier_norm.weight")
 # Beginning or end of a name that the drafter here has no place for, and what it means.
 UNKNOWN = (
-    ("layers.", "it has more than one layer, the drafter here has one"),
-    ("additional_layers.", "it has more than one layer, the drafter here has one"),
-    ("midlayer.0.", "it has numbered layers, the drafter here has one"),
-    ("midlayer.1.", "it has more than one layer, the drafter here has one"),
+    ("layers.", "it has more layers than num_hidden_layers says, or this one is not Llama's"),
+    ("additional_layers.", "it has SGLang's further layers, which leave out a residual; the drafter here has vLLM's"),
+    ("midlayer.0.", "it has TensorRT-LLM's numbered layers; the drafter here has vLLM's, layers.N.*"),
+    ("midlayer.1.", "it has TensorRT-LLM's numbered layers; the drafter here has vLLM's, layers.N.*"),
     ("input_norm.", "it norms all taps at once (norm_before_fc), which the drafter here does not"),
     ("mask_hidden", "it is a parallel drafter (P-EAGLE)"),
     ("midlayer.self_attn.q_norm.", "its layer norms queries (Qwen3), the drafter's here is Llama's"),
@@ -42,8 +44,9 @@ UNKNOWN = (
 )
 # Key -> values that mean what the drafter here computes; an absent key does.
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "num_hidden_layers": (1,), "hidden_act": ("silu", None), "attention_bias": (False, None), "mlp_bias": (False, None),
-    "bias": (False, None), "qkv_bias": (False, None), "norm_before_fc": (False, None), "logit_scale": (1.0, None),
+    "num_hidden_layers": tuple(range(1, MOST_LAYERS + 1)), "hidden_act": ("silu", None),
+    "attention_bias": (False, None), "mlp_bias": (False, None), "bias": (False, None),
+    "qkv_bias": (False, None), "norm_before_fc": (False, None), "logit_scale": (1.0, None),
     "quantization_config": (None,), "compression_config": (None,), "partial_rotary_factor": (1.0, None),
     "pard_token": (None,), "ptd_token_id": (None,), "mask_token_id": (None,),
 }
@@ -134,9 +137,10 @@ def assemble(layout: str, decoder: dict[str, Any], outer: dict[str, Any], tensor
         raise ConfigError(f"config.json: {wrong[0]}: must be true or false")
     options = {option: on if flags[flag] else off for flag, (option, on, off) in VARIANTS.items()
                if option not in unsaid}
-    options |= {"draft_vocab_size": shape["draft_vocab_size"], "intermediate_size": shape["intermediate_size"]}
+    options |= {"draft_vocab_size": shape["draft_vocab_size"], "intermediate_size": shape["intermediate_size"],
+                "num_layers": decoder.get("num_hidden_layers") or 1}
     head = "own" if "lm_head.weight" in named else shared_head(shape, bool(decoder.get("tie_word_embeddings")))
-    check_tensors(named, embedding, shape, bool(flags["fc_norm"]), head, layers)
+    check_tensors(named, embedding, shape, bool(flags["fc_norm"]), head, layers, options["num_layers"])
     return Imported(layout, "eagle3", options, unsaid, shape, layers, ids, named, places, embedding, head, notes=notes)
 
 
@@ -144,7 +148,7 @@ def check_plain(values: dict[str, Any], table: dict[str, tuple[Any, ...]], prefi
     """ConfigError for the first key whose value means another computation than the drafter's here."""
     for key, plain in table.items():
         if key in values and values[key] not in plain:
-            more = " (more than one layer is not supported)" if key == "num_hidden_layers" else ""
+            more = f" to {MOST_LAYERS}" if key == "num_hidden_layers" else ""
             raise ConfigError(f"config.json: {prefix}{key} = {values[key]!r}: the drafter here has {plain[0]!r}{more}")
     if set(values.get("layer_types") or ()) - {"full_attention"}:
         raise ConfigError(f"config.json: {prefix}layer_types = {values['layer_types']}: the drafter here attends fully")
@@ -248,14 +252,14 @@ def shared_head(shape: dict[str, Any], tied: bool) -> str:
 
 
 def check_tensors(named: dict[str, Tensor], embedding: Tensor | None, shape: dict[str, Any], tap_norms: bool,
-                  head: str, layers: list[int] | None) -> None:
+                  head: str, layers: list[int] | None, depth: int) -> None:
     """ConfigError naming every tensor that is missing, unknown, of another shape or not finite (cases 13, 18)."""
     Ht, fc = shape["target_hidden_size"], named.get("fc.weight")
     n = fc.shape[-1] // Ht if fc is not None and fc.dim() == 2 else len(layers or range(3))
     if n != len(layers or range(3)):
         raise ConfigError(f"tensor fc.weight {list(fc.shape)} fuses {n} states of {Ht}, but the layers are "
                           f"{layers or 'the default three'}")
-    names, _ = expected_tensors(shape | {"fc_norm": tap_norms, "num_aux_hidden_states": n})
+    names, _ = expected_tensors(shape | {"fc_norm": tap_norms, "num_aux_hidden_states": n, "num_hidden_layers": depth})
     absent = {"d2t", "t2d", "embed_tokens.weight"} | (set() if head == "own" else {"lm_head.weight"})
     size = sizes(shape | {"num_aux_hidden_states": n})
     wanted = {name: [size[s] for s in symbols] for name, symbols in names.items() if name not in absent}

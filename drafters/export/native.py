@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafters.layers import MOST_LAYERS
 from recipes.errors import ConfigError
 
 FORMAT = "drafthouse.drafter/1"
@@ -49,7 +50,7 @@ def canonical_rope(config: dict[str, Any]) -> dict[str, Any]:
     """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in rope.values()):
-        raise ConfigError(f"rope_parameters = {rope}: differ between layer types; a drafter has one layer")
+        raise ConfigError(f"rope_parameters = {rope}: differ between layer types; those of a drafter are alike")
     legacy_type = rope.pop("type", None)
     rope.setdefault("rope_type", legacy_type or "default")
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -70,6 +71,11 @@ def legacy_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return {**top, "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
 
 
+def layers_of(meta: dict[str, Any]) -> int:
+    """Decoder layers of a checkpoint; a drafter.json that does not say is older than the choice, and has one."""
+    return meta["options"].get("num_layers", 1)
+
+
 def native_config(meta: dict[str, Any], dtype: str) -> dict[str, Any]:
     """config.json of the export. meta: content of drafter.json; dtype: precision of the exported tensors.
 
@@ -80,7 +86,8 @@ def native_config(meta: dict[str, Any], dtype: str) -> dict[str, Any]:
     check_meta(meta)
     shape, ids = meta["shape"], engine_layer_ids(meta["layers"])
     rope = canonical_rope(shape)
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
+              "num_hidden_layers": layers_of(meta)}
     config |= {key: shape[key] for key in SHAPE_KEYS}
     config |= legacy_rope(rope) | {"rope_parameters": rope}
     config |= {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "torch_dtype": dtype}
@@ -106,14 +113,14 @@ def meta_from_config(config: dict[str, Any]) -> dict[str, Any]:
     Layers, shape and variants come from the keys that engines read, the rest from the `drafthouse` section.
     Raises ConfigError naming a missing key.
     """
-    needed = (*SHAPE_KEYS, "eagle_aux_hidden_state_layer_ids", "drafthouse")
+    needed = (*SHAPE_KEYS, "num_hidden_layers", "eagle_aux_hidden_state_layer_ids", "drafthouse")
     missing = [key for key in needed if key not in config]
     if missing:
         raise ConfigError(f"config.json: {', '.join(missing)} missing; not a Drafthouse export, export again")
     ours = config["drafthouse"]
     shape = {key: config[key] for key in SHAPE_KEYS}
     shape |= {"rope_parameters": canonical_rope(config), "target_layers": ours["target_layers"]}
-    options = dict(ours["options"])
+    options = dict(ours["options"]) | {"num_layers": config["num_hidden_layers"]}
     options |= {option: on if config.get(flag) else off for flag, (option, on, off) in VARIANTS.items()}
     return {"format": FORMAT, "kind": ours["kind"], "options": options, "shape": shape,
             "layers": list(config["eagle_aux_hidden_state_layer_ids"]), "target": dict(ours["target"])}
@@ -131,6 +138,8 @@ def check_meta(meta: dict[str, Any]) -> None:
     for option, on, off in VARIANTS.values():
         if options.get(option) not in (on, off):
             wrong.append(f"options.{option} = {options.get(option)!r}, must be {on!r} or {off!r}")
+    if options.get("num_layers", 1) not in range(1, MOST_LAYERS + 1):
+        wrong.append(f"options.num_layers = {options['num_layers']!r}, must be 1 to {MOST_LAYERS}")
     if wrong:
         raise ConfigError(f"drafter.json: {'; '.join(wrong)}; export a checkpoint that the trainer wrote")
 

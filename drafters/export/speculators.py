@@ -9,7 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from drafters.export.foreign import IDS, PLAIN, SHAPE, Imported, assemble, check_plain
-from drafters.export.native import DTYPES, VARIANTS, check_meta, engine_layer_ids, legacy_rope, native_tensors
+from drafters.export.native import (
+    DTYPES,
+    VARIANTS,
+    check_meta,
+    engine_layer_ids,
+    layers_of,
+    legacy_rope,
+    native_tensors,
+)
 from recipes.errors import ConfigError
 
 VERSION = "0.9.0"  # of the package that the layout was compared with
@@ -26,7 +34,7 @@ def speculators_config(meta: dict[str, Any], dtype: str, architectures: list[str
         raise ConfigError(f"export.dtype = {dtype}: must be one of {', '.join(DTYPES)}")
     check_meta(meta)
     shape = meta["shape"]
-    decoder = {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False,
+    decoder = {"model_type": "llama", "num_hidden_layers": layers_of(meta), "attention_bias": False, "mlp_bias": False,
                "tie_word_embeddings": False, "hidden_act": shape["hidden_act"]}
     decoder |= {key: shape[key] for key in SHAPE if key != "draft_vocab_size"}
     decoder |= legacy_rope(shape["rope_parameters"]) | {"rope_parameters": shape["rope_parameters"]}

@@ -44,8 +44,8 @@ OTHERS = """
 ONLY_VLLM = """
 ## Other engines
 
-Not with this drafter: it uses {flags}, which SGLang and TensorRT-LLM do not read. They would load it without
-a message and accept far fewer tokens.
+Not with this drafter: it uses {flags}, which SGLang and TensorRT-LLM do not read. They would refuse it,
+or load it without a message and accept far fewer tokens.
 """
 
 
@@ -138,6 +138,8 @@ def serve_text(meta: dict[str, Any], config: dict[str, Any], drafted: int = 3) -
     """SERVE.md: the commands of formats.md section 1 for the engines that can serve this drafter."""
     target = meta["target"]["model"]
     flags = [f"`{flag}`" for flag in VARIANTS if config.get(flag)]
+    if config["num_hidden_layers"] > 1:
+        flags.append("more than one layer (`layers.1.*`)")
     if flags:
         others = ONLY_VLLM.format(flags=", ".join(flags))
     else:
