@@ -89,6 +89,7 @@ def judged(base) -> dict:
 
 FLAGS = ("--search.candidates", "[0, 4]", "--search.steps", "12", "--search.rows", "12", "--train.batch_rows", "1",
          "--train.warmup_steps", "2")
+SHORT = ("--search.candidates", "[4]", "--search.steps", "2", "--train.batch_rows", "1")
 
 
 @pytest.mark.parametrize("stored, dtype", [("float32", "float32"), ("int8", "float32"), ("float32", "bfloat16")])
@@ -126,13 +127,13 @@ def test_a_search_goes_on_where_it_was(base, monkeypatch, capsys):
         return train(self, layers)
 
     monkeypatch.setattr(layer_search.Bench, "train", counting)
-    assert call(COMMAND, base[0], *FLAGS) == 130
+    assert call(COMMAND, base[0], *SHORT) == 130
     assert [tuple(row["layers"]) for row in judged(base)["sets"]] == calls[:2]
-    assert call(COMMAND, base[0], *FLAGS) == 0
+    assert call(COMMAND, base[0], *SHORT) == 0
     assert calls[3] == calls[2] and len(set(calls)) == len(calls) - 1
     count = len(calls)
-    assert call(COMMAND, base[0], *FLAGS, "--train.keep", "7") == 0 and len(calls) == count
-    assert call(COMMAND, base[0], *FLAGS, "--train.lr", "0.02") == 0 and len(calls) > count
+    assert call(COMMAND, base[0], *SHORT, "--train.keep", "7") == 0 and len(calls) == count
+    assert call(COMMAND, base[0], *SHORT, "--train.lr", "0.02") == 0 and len(calls) > count
     aside = list((base[0].parent / "runs" / "tiny").glob("layers-*.json"))
     assert len(aside) == 1 and len(json.loads(aside[0].read_text())["sets"]) == count - 1
     capsys.readouterr()
@@ -162,7 +163,7 @@ def test_a_training_is_gone_before_the_next(base, monkeypatch, capsys):
         return begun
 
     monkeypatch.setattr(layer_search, "begin", watching)
-    assert call(COMMAND, base[0], *FLAGS, "--train.dtype", "bfloat16") == 0 and len(made) > 2
+    assert call(COMMAND, base[0], *SHORT, "--train.dtype", "bfloat16") == 0 and len(made) > 2
     capsys.readouterr()
 
 
