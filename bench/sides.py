@@ -7,16 +7,31 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from data.console import console
 from recipes.errors import ConfigError, RunError
+from recipes.schema import opt
 
 HERE = Path(__file__).resolve().parent
 OWN = "drafthouse"
 SCRIPTS = {OWN: HERE / "peers" / "step_drafthouse.py", "speculators": HERE / "peers" / "step_speculators.py",
            "specforge": HERE / "peers" / "step_specforge.py"}
+
+
+@dataclass
+class Peers:
+    """The options that say where peers are, of every measurement that has some."""
+
+    speculators_python: str = opt("", "Python of the environment that has speculators; empty leaves it out")
+    specforge_python: str = opt("", "Python of the environment that has specforge; empty leaves it out")
+
+    @property
+    def pythons(self) -> dict[str, str]:
+        """The Python of each peer, empty where it is left out."""
+        return {"speculators": self.speculators_python, "specforge": self.specforge_python}
 
 
 class Side:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from bench.material import float32_traces
 from bench.quality_rows import Outcome, Unit, quality_rows, units
 from bench.rows import Result, bench_folder
-from bench.sides import OWN, Side, interpreters, opened, python_of
+from bench.sides import OWN, Peers, Side, interpreters, opened, python_of
 from bench.step_cases import TAPS, Tables, compared, dense, differing, entropies, favourites, write_tables
 from bench.step_cases import case as case_of
 from bench.trained import Judged, answered, conversation
@@ -47,9 +47,7 @@ STYLES = {"speculators": {"feedback": "post_norm", "norm_before_residual": True}
 
 
 @dataclass
-class Options:
-    speculators_python: str = opt("", "Python of the environment that has speculators; empty leaves it out")
-    specforge_python: str = opt("", "Python of the environment that has specforge; empty leaves it out")
+class Options(Peers):
     compile: bool = opt(False, "specforge: let it compile what it marks for it; compiling counts as training")
     length: PositiveFloat = opt(1.6, "mean acceptance length that is to be reached")
     depths: list[PositiveInt] = opt([3, 7], "unrolled steps K, each a training")
@@ -237,8 +235,7 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
     Raises ConfigError where no peer is given or the recipe trains another drafter, RunError where a peer dies or the
     traces do not serve.
     """
-    found = interpreters("time_to_quality", {"speculators": options.speculators_python,
-                                             "specforge": options.specforge_python})
+    found = interpreters("time_to_quality", options.pythons)
     if recipe.drafter.kind != "eagle3":
         raise ConfigError(f"drafter.kind = {recipe.drafter.kind!r}: the peers train eagle3")
     folder = bench_folder(recipe) / "time_to_quality"

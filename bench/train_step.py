@@ -17,7 +17,7 @@ from pydantic import PositiveFloat, PositiveInt
 from safetensors.torch import save_file
 
 from bench.rows import Result, Row, bench_folder, ratio_rows
-from bench.sides import OWN, Side, interpreters, opened, python_of
+from bench.sides import OWN, Peers, Side, interpreters, opened, python_of
 from bench.step_cases import (
     Tables,
     case,
@@ -48,9 +48,7 @@ FREEZES_HEAD = "speculators"  # so `frozen_head` is the same work as this peer's
 
 
 @dataclass
-class Options:
-    speculators_python: str = opt("", "Python of the environment that has speculators; empty leaves it out")
-    specforge_python: str = opt("", "Python of the environment that has specforge; empty leaves it out")
+class Options(Peers):
     compile: bool = opt(True, "specforge: let it compile what it marks for it; needs a C++ compiler")
     sequence: PositiveInt = opt(1024, "tokens of a step, one conversation")
     depth: PositiveInt = opt(7, "unrolled steps")
@@ -84,8 +82,7 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
 
     Raises ConfigError where no peer is given, RunError where one dies or answers nonsense.
     """
-    given = {"speculators": options.speculators_python, "specforge": options.specforge_python}
-    found = interpreters("train_step", given)
+    found = interpreters("train_step", options.pythons)
     if options.sequence < 8 * (options.depth + 2):
         raise ConfigError(f"train_step.sequence = {options.sequence}: eight spans of it must be longer than "
                           f"train_step.depth = {options.depth} and two")
@@ -102,7 +99,7 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
         held.close()  # the longest sequences need the memory
         rows += work.length_rows()
     trained = {name: side.trained for name, side in sides.items()}
-    left_out = [name for name, python in given.items() if not python]
+    left_out = [name for name, python in options.pythons.items() if not python]
     return Result(rows, faults, {"losses": losses, "trained_parameters": trained, "left_out": left_out})
 
 

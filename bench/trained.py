@@ -63,7 +63,7 @@ def judge(trainer: Trainer, judged: Judged, rows: list[int], K: int) -> tuple[Ac
     """Replayed acceptance, and the mean loss (nats) at the first position."""
     device, dtype = trainer.accelerator.device, trainer.dtype
     loss = positions = 0.0
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+    with trainer.precision():
         accepted = replay(trainer.drafter, judged, rows, K, device, dtype)
         trainer.drafter.eval()
         for row in rows:

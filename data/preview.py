@@ -158,11 +158,11 @@ def coloured(tokenizer: PreTrainedTokenizerBase, row: Conversation) -> Text:
     special = set(special_tokens(tokenizer).values())
     text, place = Text(), 0
     cut = SHOWN // 2 if len(row.ids) > SHOWN else len(row.ids)  # a middle is left out here: spans end, and begin anew
-    begins = {0}
+    begin = 0
     while place < len(row.ids):
         if place == cut:
             place = len(row.ids) - SHOWN // 2
-            begins = {place}
+            begin = place
             text.append(f" ... {len(row.ids) - SHOWN} tokens ... ", "italic")
         turn, control = row.turns[place], row.ids[place] in special
         stop = place + 1  # tokens are decoded together: a character may take several
@@ -171,7 +171,7 @@ def coloured(tokenizer: PreTrainedTokenizerBase, row: Conversation) -> Text:
             stop += 1
         kind = max(-1, min(1, turn))
         opening, closing = MARKS[kind]
-        if place in begins or row.turns[place - 1] != turn:
+        if place == begin or row.turns[place - 1] != turn:
             text.append(opening, STYLES[kind])
         text.append(visible(tokenizer.decode(row.ids[place:stop])), STYLES[kind] + (" reverse" if control else ""))
         if stop in (cut, len(row.ids)) or row.turns[stop] != turn:

@@ -118,7 +118,7 @@ def test_a_set_is_trained_and_judged_as_make_train_does(base, capsys, stored, dt
 
 def test_a_search_goes_on_where_it_was(base, monkeypatch, capsys):
     """Killed in its third training, it trains that one and the rest; finished, none; other settings, all again."""
-    train, calls = layer_search.Bench.train, []
+    train, calls = layer_search.Judge.train, []
 
     def counting(self, layers):
         calls.append(layers)
@@ -126,7 +126,7 @@ def test_a_search_goes_on_where_it_was(base, monkeypatch, capsys):
             raise KeyboardInterrupt
         return train(self, layers)
 
-    monkeypatch.setattr(layer_search.Bench, "train", counting)
+    monkeypatch.setattr(layer_search.Judge, "train", counting)
     assert call(COMMAND, base[0], *SHORT) == 130
     assert [tuple(row["layers"]) for row in judged(base)["sets"]] == calls[:2]
     assert call(COMMAND, base[0], *SHORT) == 0

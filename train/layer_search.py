@@ -132,7 +132,7 @@ def search(start: Taps, candidates: Sequence[int], judge: Callable[[Taps], Judge
     return best
 
 
-class Bench:
+class Judge:
     """Trains and judges one set of taps after another on rows that are captured once."""
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, target: Target, source: TraceReader,
@@ -281,10 +281,10 @@ def main(recipe: Recipe, switches: set[str], options: Any) -> None:
     console.print(f"at most {1 + section.sweeps * len(first) * len(candidates)} trainings of {section.steps} steps",
                   highlight=False)
     with alone(folder):
-        bench = Bench(recipe, accelerator, target, source, section, folder)
-        best = search(first, candidates, bench, section.sweeps)
-        rows = compared(list(bench.judged.values()), bench.judged[first], recipe.train.seed)
-        bench.save({"start": list(first), "best": best.layers, "result": rows})
+        judge = Judge(recipe, accelerator, target, source, section, folder)
+        best = search(first, candidates, judge, section.sweeps)
+        rows = compared(list(judge.judged.values()), judge.judged[first], recipe.train.seed)
+        judge.save({"start": list(first), "best": best.layers, "result": rows})
     console.print(report(rows))
     print(advice(rows, list(first), judges))
 
