@@ -24,7 +24,7 @@ from bench import (
     train_step,
     trained,
 )
-from recipes.cli import Command, run
+from recipes.cli import Command, process
 from recipes.errors import ConfigError, RunError
 from recipes.schema import Recipe, opt
 
@@ -75,4 +75,4 @@ def main(recipe: Recipe, switches: set[str], options: Options) -> None:
 COMMAND = Command("make bench", "Measures one thing, in turns with what it is compared with.", main, options=Options)
 
 if __name__ == "__main__":
-    run(COMMAND)
+    process(COMMAND)

@@ -34,7 +34,7 @@ from data.store import FORMAT, Shard, TraceRow, bad_rows, row_bytes, shard_of, w
 from data.writer import BackgroundWriter
 from drafters.target import require_chat_template
 from drafters.tensor_parallel import lead, open_target
-from recipes.cli import Command, run, run_dir
+from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import alone, beside, sha256_json, write_json
 from recipes.launched import end_with_launcher
@@ -271,4 +271,4 @@ COMMAND = Command("make trace", "Collects the target's own answers and hidden st
     "preview": "print a few rows with their mask and an estimate of size and time; runs and keeps nothing"})
 
 if __name__ == "__main__":
-    run(COMMAND)
+    process(COMMAND)

@@ -24,7 +24,7 @@ from data.store import TraceReader
 from data.tracecheck import Fault, Findings, check_folder, check_settings
 from drafters.target import Target
 from drafters.tensor_parallel import lead, open_target
-from recipes.cli import Command, run
+from recipes.cli import Command, process
 from recipes.errors import ConfigError, RunError
 from recipes.launched import processes
 from recipes.schema import Recipe
@@ -187,4 +187,4 @@ COMMAND = Command("make inspect", "Prints what a trace folder holds; checks it; 
     "repair": "remove what is broken and collect it again, then verify"})
 
 if __name__ == "__main__":
-    run(COMMAND)
+    process(COMMAND)

@@ -20,7 +20,7 @@ from drafters.target import default_layers, resolve_model
 from eval.plan_load import loads
 from eval.plan_machine import formats, hardware_of, machines
 from recipes import stages
-from recipes.cli import Command, run
+from recipes.cli import Command, process
 from recipes.cost import Format, dollars, weights_per_gpu
 from recipes.draft_cost import DraftSize
 from recipes.errors import ConfigError
@@ -207,4 +207,4 @@ def main(recipe: Recipe, switches: set[str]) -> None:
 COMMAND = Command("make plan", "Estimates memory, disk, time and cost of each stage.", main)
 
 if __name__ == "__main__":
-    run(COMMAND)
+    process(COMMAND)

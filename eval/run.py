@@ -27,7 +27,7 @@ from eval.lossless import compare_greedy, sampling_report
 from eval.metrics import Acceptance, bootstrap, repeated_share
 from eval.report import summary_lines, write_report
 from eval.verdict import decide
-from recipes.cli import Command, run, run_dir
+from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, sha256_json
 from recipes.provenance import git_revision, stamp
@@ -230,4 +230,4 @@ COMMAND = Command("make eval", "Evaluates a trained drafter: acceptance, lossles
                   {"again": "evaluate although the same evaluation was finished before"})
 
 if __name__ == "__main__":
-    run(COMMAND)
+    process(COMMAND)

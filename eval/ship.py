@@ -21,7 +21,7 @@ from eval.decode import Decoder
 from eval.metrics import Acceptance
 from eval.reader import read_acceptance
 from eval.run import spread
-from recipes.cli import Command, run, run_dir
+from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, sha256_json, write_json
 from recipes.schema import Recipe
@@ -102,4 +102,4 @@ def main(recipe: Recipe, switches: set[str]) -> None:
 COMMAND = Command("make export", "Writes a trained drafter in the layouts that engines load.", main)
 
 if __name__ == "__main__":
-    run(COMMAND)
+    process(COMMAND)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from recipes.errors import INTERRUPTED, MAKE_ROOM, NO_SPACE, ConfigError, DrafthouseError, RunError
 from recipes.files import write_text
+from recipes.launched import end_process
 from recipes.loader import dump_recipe, flags, load_options, load_recipe
 from recipes.schema import Recipe
 
@@ -83,7 +84,7 @@ def own_options(command: Command, overrides: dict[str, str]) -> list:
 
 
 def run(command: Command, argv: list[str] | None = None) -> None:
-    """Runs a stage as a process: never returns, exits with the code that DESIGN.md promises."""
+    """Runs a stage and ends in SystemExit with the code that DESIGN.md promises."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(help_text(command))
@@ -102,6 +103,14 @@ def run(command: Command, argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         fail(command.name, "interrupted; run the same command again to go on", INTERRUPTED, debug)
     sys.exit(0)
+
+
+def process(command: Command) -> None:
+    """`run` as the whole work of this process; never returns."""
+    try:
+        run(command)
+    except SystemExit as stop:
+        end_process(stop.code)
 
 
 def fail(name: str, message: str, code: int, debug: bool) -> None:

@@ -1,9 +1,12 @@
 """What a launcher (accelerate launch, torchrun) says of the processes that it started, this one among them."""
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
 from recipes.errors import RunError
 
@@ -43,3 +46,18 @@ def local_rank() -> int:
 def local_processes() -> int:
     """Processes of the launch on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process with that exit code; one of several without the interpreter's finalisation.
+
+    Threads of torch.distributed may still let go of a last tensor then, and where that needs the interpreter the
+    process aborts (SIGABRT): a run that has succeeded would count as failed, and its launcher would end the others.
+    """
+    if processes() == 1:
+        sys.exit(code)
+    atexit._run_exitfuncs()  # a tracker's, for one
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a closed pipe is no reason for another exit code
+            stream.flush()
+    os._exit(code)

@@ -176,7 +176,7 @@ def test_two_nodes(tmp_path, capsys, monkeypatch, parallel):
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                for command in start(capsys.readouterr().out)]
     said = [launcher.communicate() for launcher in started]
-    assert [launcher.returncode for launcher in started] == [0, 0], said
+    assert [launcher.returncode for launcher in started] == [0, 0], "\n".join(err for _, err in said)
     assert sum("trained: 2 steps" in out for out, _ in said) == 1
 
 

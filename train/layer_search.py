@@ -33,7 +33,7 @@ from drafters.registry import options_of
 from drafters.target import Target
 from eval.metrics import bootstrap_difference
 from eval.replay import replay
-from recipes.cli import Command, run, run_dir
+from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError
 from recipes.files import alone, sha256_json, write_json
 from recipes.schema import Recipe, opt
@@ -292,4 +292,4 @@ def main(recipe: Recipe, switches: set[str], options: Any) -> None:
 COMMAND = Command("make layers", "Searches the target layers that feed a drafter best.", main, options=Options)
 
 if __name__ == "__main__":
-    run(COMMAND)
+    process(COMMAND)

@@ -18,7 +18,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from drafters.registry import entry
-from recipes.cli import Command, run, run_dir
+from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import write_text
 from recipes.loader import dump_recipe
@@ -197,4 +197,4 @@ COMMAND = Command("make launch", "Writes and checks the files that trace and tra
                   options=Options)
 
 if __name__ == "__main__":
-    run(COMMAND)
+    process(COMMAND)

@@ -20,7 +20,7 @@ from drafters.placement import on_one_process
 from drafters.registry import options_of
 from drafters.target import Target
 from drafters.tensor_parallel import ShardedTarget
-from recipes.cli import Command, run, run_dir
+from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError
 from recipes.files import alone, write_json
 from recipes.provenance import stamp
@@ -133,4 +133,4 @@ def main(recipe: Recipe, switches: set[str]) -> None:
 COMMAND = Command("make train", "Trains a drafter on collected traces.", main)
 
 if __name__ == "__main__":
-    run(COMMAND)
+    process(COMMAND)
