@@ -70,8 +70,9 @@ eval: $(READY)
 export: $(READY)
 	$(PY) -m eval.ship --config $(RECIPE) $(ARGS)
 
+# Each test computes in one thread, so two processes share the tests.
 test: $(CHECKS)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 test-slow: $(CHECKS)
 	$(PY) -m pytest -m slow $(ARGS)

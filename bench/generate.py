@@ -29,7 +29,7 @@ class Options:
     prompts: PositiveInt = opt(96, "evaluation prompts answered, at most")
     batch_size: PositiveInt = opt(32, "rows decoded together")
     max_tokens: PositiveInt = opt(128, "longest answer of the variants greedy and sampled")
-    longer: list[PositiveInt] = opt([256], "further caps N of sampled answers: variants sampled_N")
+    longer: list[PositiveInt] = opt([256], "further caps N: variants greedy_N and sampled_N")
     temperature: float = opt(1.0, "of the sampled variants")
     top_p: float = opt(0.95, "of the sampled variants")
     sampler_rounds: NonNegativeInt = opt(15, "rounds of the samplers alone; 0 leaves this variant out")
@@ -87,8 +87,9 @@ def run_rows(variant: str, prefix: str, runs: list[Run], reference: str | None =
 def variants(options: Options) -> dict[str, tuple[Sampling, int]]:
     """Sampling and cap of each variant."""
     sampled = Sampling(options.temperature, 0, options.top_p)
-    return {"greedy": (GREEDY, options.max_tokens), "sampled": (sampled, options.max_tokens),
-            **{f"sampled_{cap}": (sampled, cap) for cap in options.longer}}
+    caps = {"": options.max_tokens, **{f"_{cap}": cap for cap in options.longer}}
+    return {name + end: (sampling, cap) for name, sampling in (("greedy", GREEDY), ("sampled", sampled))
+            for end, cap in caps.items()}
 
 
 def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
@@ -114,9 +115,12 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
                        own("greedy answers"))
     if options.sampler_rounds:
         rows += sampler_rows(target, prompts[:size], chosen["sampled"][0], options.sampler_rounds, seed)
-    compared, faults = same_answers("greedy", target, prompts, found["greedy", True][0].answers,
-                                    found["greedy", False][0].answers, recipe.eval.gap_tolerance, Stock.name)
-    return Result(rows + compared, faults)
+    faults = []
+    for name in (name for name, (sampling, _) in chosen.items() if sampling is GREEDY):
+        compared, wrong = same_answers(name, target, prompts, *(found[name, mine][0].answers for mine in (True, False)),
+                                       recipe.eval.gap_tolerance, Stock.name)
+        rows, faults = rows + compared, faults + wrong
+    return Result(rows, faults)
 
 
 def same_answers(variant: str, target: Target, prompts: list[list[int]], mine: list[list[int]],

@@ -42,7 +42,7 @@ SMALL = {
 }
 RATIOS = {  # variants with a ratio, and what the reference is
     "generate": {"greedy": ["transformers"], "sampled": ["transformers", "drafthouse"],
-                 "sampled_8": ["transformers"], "sampler": ["transformers"]},
+                 "greedy_8": ["transformers"], "sampled_8": ["transformers"], "sampler": ["transformers"]},
     "capture": {"capture": ["transformers"], "capture_apart": ["transformers"]},
     "store": {"store": ["drafthouse"]},
     "decode": {"plain": ["transformers"], "chain": ["drafthouse", "transformers"]},

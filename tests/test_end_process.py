@@ -1,4 +1,4 @@
-"""How a process of a launch ends: with its exit code and all that it printed, without the interpreter's finalisation."""
+"""How a process of a launch ends: its exit code and all that it printed, without the interpreter's finalisation."""
 
 import os
 import subprocess
