@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data.sampling import Sampling, probabilities
 from drafters.base import Draft, Drafter
-from drafters.target import Target
+from drafters.target import Prefix, Target
 from eval.decode import Decoder, Output
 from eval.verify import verify_sampled
 
@@ -118,13 +118,10 @@ def sampling_report(target: Target, drafter: Drafter, prompts: list[list[int]], 
 def first_draft(target: Target, drafter: Drafter, prompt: list[int], sampled: bool, seed: int, draws: int,
                 ) -> tuple[Tensor, Draft]:
     """The target's logits [V] after prompt and first token, and `draws` proposals of the drafter for that place."""
-    decoder = Decoder(target, max_tokens=2, seed=seed)
+    decoder = Decoder(target, max_tokens=2, end_ids=[], seed=seed)
     decoder.generator = torch.Generator().manual_seed(seed)
-    session = drafter.session(1, len(prompt) + 4)
-    outputs = [Output()]
-    decoder.end_ids = set()
-    rows = decoder.prefill([prompt], outputs, session, len(prompt) + 4)
-    proposal = session.propose(1, decoder.sample_draft if sampled else None)
+    rows = decoder.prefill([prompt], [0], [Output()], Prefix(), drafter, len(prompt) + 4)
+    proposal = rows.session.propose(1, decoder.sample_draft if sampled else None)
     states = target.forward(rows.last[:, None], rows.length[:, None], rows.cache)
     logits = states.logits[0, 0]
     if proposal.q is None:
