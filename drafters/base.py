@@ -105,7 +105,8 @@ class DraftSession(Protocol):
 
     def propose(self, plan: Plan | int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
         """Tokens that follow the last observed token: a tree of this plan (a number: a chain of so many), or a part of
-        one. `sample` draws from probabilities [n, V]; None: the most probable ones. ValueError for a plan that the drafter cannot follow."""
+        one. `sample` draws from probabilities [n, V]; None: the most probable ones. ValueError for a plan that the
+        drafter cannot follow."""
 
     def keep(self, rows: Tensor) -> None:
         """Goes on with these rows only, in this order."""

@@ -73,7 +73,8 @@ class StaticGrowth:
         if self.sample is not None:
             picks, real = self.drawn(logits, width)
         else:
-            best = logits.argmax(-1, keepdim=True) if width == 1 else logits.topk(min(width, logits.shape[-1]), -1).indices
+            few = min(width, logits.shape[-1])
+            best = logits.argmax(-1, keepdim=True) if width == 1 else logits.topk(few, dim=-1).indices
             picks, real = self.draft_ids[best], None
         if width > picks.shape[-1]:
             raise ValueError(f"a tree of {width} guesses behind one token needs a draft vocabulary of as many")

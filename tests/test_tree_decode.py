@@ -1,11 +1,11 @@
-"""The decoding loop with draft trees: the same text as plain decoding, the same drafts as a drafter that starts anew."""
+"""The decoding loop with draft trees: the text of plain decoding, the drafts of a drafter that starts anew."""
 
 import pytest
 import torch
 from fakes import RuleDrafter, RuleTarget
 from scipy.stats import chisquare
 from test_decode import ENDS, LIMIT, PROMPTS
-from tiny import LAYERS, V, load_target, plain_model, write_target
+from tiny import LAYERS, load_target, plain_model, write_target
 
 from data.sampling import Sampling
 from drafters.propose import ChainSession
@@ -15,7 +15,8 @@ from eval.decode import Decoder
 from eval.metrics import Acceptance
 
 STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 1)))
-TREES = {"static": STATIC, "dynamic": DynamicTree(4, 3, 9), "narrow": DynamicTree(3, 1, 3), "wide": DynamicTree(2, 6, 40)}
+TREES = {"static": STATIC, "dynamic": DynamicTree(4, 3, 9), "narrow": DynamicTree(3, 1, 3),
+         "wide": DynamicTree(2, 6, 40)}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +54,9 @@ def test_a_chain_is_a_tree_of_width_one(world):
     """Through branches, tree mask and compaction a dynamic tree of width one drafts and accepts what a chain does."""
     target, _ = world
     drafter, decoder = eagle3(target), Decoder(target, LIMIT, end_ids=ENDS)
-    straight, narrow = (decoder.speculative(PROMPTS, drafter, plan) for plan in (3, DynamicTree(3, 1, 3)))
-    assert [(o.tokens, o.drafts, o.acceptance) for o in straight] == [(o.tokens, o.drafts, o.acceptance) for o in narrow]
+    straight, narrow = ([(o.tokens, o.drafts, o.acceptance) for o in decoder.speculative(PROMPTS, drafter, plan)]
+                        for plan in (3, DynamicTree(3, 1, 3)))
+    assert straight == narrow
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -110,7 +112,8 @@ def test_tree_nodes_have_the_chains_distributions(world):
         paths[i + 1] = [*paths[parent], int(draft.tokens[0, i])]
     for place in set(draft.parents[0].tolist()):
         forced = iter([*paths[place], 3])
-        chained = session().propose(len(paths[place]) + 1, lambda q: torch.tensor([next(forced)]))
+        depth = len(paths[place]) + 1
+        chained = session().propose(depth, lambda q, forced=forced: torch.tensor([next(forced)]))
         torch.testing.assert_close(draft.q[0, place], chained.q[0, len(paths[place])])
 
 
@@ -175,7 +178,8 @@ def test_sampled_text_follows_the_target(plan, drawn):
     out = Decoder(target, 3, Sampling(temperature=1.0), seed=7).speculative([[2]] * 3000, drafter, plan, drawn)
     exact = P[2][:, None, None] * P[:, :, None] * P[None]
     seen = torch.tensor([o.tokens for o in out]) @ torch.tensor([16, 4, 1])
-    assert chisquare(torch.bincount(seen, minlength=64).double().numpy(), (exact.flatten() * 3000).numpy()).pvalue > 1e-3
+    counts = torch.bincount(seen, minlength=64).double()
+    assert chisquare(counts.numpy(), (exact.flatten() * 3000).numpy()).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("plan", [3, STATIC, DynamicTree(3, 3, 8)], ids=["chain", "static", "dynamic"])
@@ -214,7 +218,8 @@ def test_processed_samples_of_a_real_target(world):
 
     spell((), 1.0)
     assert sum(exact.values()) == pytest.approx(1) and 4 < len(exact) < 217
-    for plan, drawn in ((chain(2), True), (StaticTree(((0,), (1,), (0, 0), (0, 1))), True), (DynamicTree(2, 3, 6), False)):
+    tree = StaticTree(((0,), (1,), (0, 0), (0, 1)))
+    for plan, drawn in ((chain(2), True), (tree, True), (DynamicTree(2, 3, 6), False)):
         out = Decoder(target, 3, settings, end_ids=[], seed=5).speculative([prompt] * 600, eagle3(target), plan, drawn)
         seen = [tuple(o.tokens) for o in out]
         assert set(seen) <= set(exact)
