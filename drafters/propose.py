@@ -17,6 +17,7 @@ from drafters.cache import RowStore
 from drafters.chain_attention import Part, chain_attention, parts_of
 from drafters.growth import growth
 from drafters.tree import Draft, Plan, planned
+from drafters.visible import Branches, Paths, along_branches
 
 QUERIES = 256  # of a row that decoding attends together: their mask grows with rows times queries times columns
 
@@ -117,8 +118,8 @@ class UnrollMemory:
 class RowMemory:
     """Memory of the decoding loop: one cache row a sequence; a query sees the columns up to its position.
 
-    Where a draft branches, its tokens lie behind the last real position in the order of their steps, and each sees of
-    them what it follows. What an abandoned draft wrote is overwritten by the real states that take its positions.
+    Where a draft branches, its tokens are kept as Paths says. What an abandoned draft wrote is overwritten by the real
+    states that take its positions.
     """
 
     def __init__(self, rows: int, capacity: int, layers: int = 1) -> None:
@@ -127,42 +128,27 @@ class RowMemory:
 
     def begin(self, last: Tensor | None) -> None:
         """A draft begins; `last` [B]: the last real position, where the draft may branch."""
-        self.last, self.sees = last, None  # sees [B, q, n]: which of the draft's n tokens each of the last q follows
+        self.paths = None if last is None else Paths(last)
+        self.branches: Branches | None = None  # of the newest step, where the draft branches
 
     def go_on(self, follows: Tensor) -> None:
         """The next step's tokens follow these ones of the step before, [B, q]; at first all follow the last one."""
-        q = follows.shape[1]
-        own = torch.eye(q, dtype=torch.bool, device=follows.device).expand(len(follows), q, q)
-        self.sees = own if self.sees is None else torch.cat([take(self.sees, follows), own], dim=-1)
-
-    def columns(self, positions: Tensor) -> Tensor:
-        """Where the tokens at these positions lie, [B, q]."""
-        if self.sees is None:
-            return positions
-        _, q, n = self.sees.shape
-        return self.last[:, None] + 1 + torch.arange(n - q, n, device=positions.device)
+        self.paths.go_on(follows)
+        self.branches = self.paths.branches()
 
     def write(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         rows = torch.arange(len(positions), device=positions.device)
-        self.stores[layer].write(keys, values, rows, self.columns(positions))
+        self.stores[layer].write(keys, values, rows, positions if self.branches is None else self.branches.columns)
 
     def attend(self, layer: int, queries: Tensor, positions: Tensor) -> Tensor:
-        columns = self.columns(positions)
-        if self.sees is not None:
-            return self.attend_part(layer, queries, self.hidden(columns))
-        width = int(columns.max()) + 1
-        ahead = torch.arange(width, device=positions.device)
-        parts = zip(queries.split(QUERIES, dim=1), columns.split(QUERIES, dim=1))
+        if self.branches is not None:
+            width = int(self.branches.block.max()) + 1
+            columns = torch.arange(width, device=positions.device)[None]
+            return self.attend_part(layer, queries, ~along_branches(self.branches, columns, queries.shape[1]))
+        ahead = torch.arange(int(positions.max()) + 1, device=positions.device)
+        parts = zip(queries.split(QUERIES, dim=1), positions.split(QUERIES, dim=1))
         return torch.cat([self.attend_part(layer, part, ahead[: int(at.max()) + 1] > at[:, :, None])
                           for part, at in parts], dim=1)
-
-    def hidden(self, columns: Tensor) -> Tensor:
-        """Columns [B, q, W] that tokens of a branching draft do not see."""
-        width, n = int(columns.max()) + 1, self.sees.shape[-1]
-        hidden = torch.arange(width, device=columns.device) > self.last[:, None, None]
-        hidden = hidden.expand(*columns.shape, width).clone()
-        drafted = self.last[:, None] + 1 + torch.arange(n, device=columns.device)  # [B, n]
-        return hidden.scatter_(2, drafted[:, None].expand_as(self.sees), ~self.sees)
 
     def attend_part(self, layer: int, queries: Tensor, hidden: Tensor) -> Tensor:
         """Attention of [B, q, heads, hd] queries, each over the columns that are not `hidden` [B, q, W]."""

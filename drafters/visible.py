@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafters.base import take
 from drafters.fast_cpu import fold_mask
 from recipes.errors import ConfigError
 
@@ -17,11 +18,37 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of 
 
 @dataclass
 class Branches:
-    """A pass over tokens that do not simply continue one another: the column where each is kept, and which of them
-    each sees. Those of a row lie side by side, behind all that it sees otherwise."""
+    """A pass over tokens of a draft that do not simply continue one another. A row's draft lies side by side, behind
+    all that its tokens see otherwise."""
 
-    columns: Tensor  # [B, q]
-    sees: Tensor  # [B, q, q]
+    columns: Tensor  # [B, q] where the tokens of this pass are kept
+    block: Tensor  # [B, n] columns of the draft, up to those of this pass
+    places: Tensor  # [B, n] positions of its tokens
+    sees: Tensor  # [B, q, n] what each token of this pass sees of it
+
+
+class Paths:
+    """A draft that grows by passes over its levels: its tokens are kept behind the last real position, `last` [B], in
+    the order of the levels, and each sees of them what it follows."""
+
+    def __init__(self, last: Tensor) -> None:
+        self.last = last
+        self.sees: Tensor | None = None  # [B, q, n] of the newest level
+        self.depth: list[int] = []  # [n] of each token, how many levels behind `last` it lies
+
+    def go_on(self, follows: Tensor) -> None:
+        """The next level's tokens follow these ones of the newest level, [B, q]; at first all follow the last token."""
+        q = follows.shape[1]
+        own = torch.eye(q, dtype=torch.bool, device=follows.device).expand(len(follows), q, q)
+        self.sees = own if self.sees is None else torch.cat([take(self.sees, follows), own], dim=-1)
+        self.depth += [self.depth[-1] + 1 if self.depth else 1] * q
+
+    def branches(self) -> Branches:
+        """The pass over the newest level."""
+        _, q, n = self.sees.shape
+        block = self.last[:, None] + 1 + torch.arange(n, device=self.last.device)
+        places = self.last[:, None] + torch.tensor(self.depth, device=self.last.device)
+        return Branches(block[:, n - q :], block, places, self.sees)
 
 
 def windows_of(model: nn.Module, config: Any, name: str) -> dict[str, int]:
@@ -68,10 +95,8 @@ def masks(windows: dict[str, int], positions: Tensor, width: int | None, branche
     places = positions if width is None else torch.arange(width, device=positions.device)[None]
     visible = places[:, None] <= positions[..., None]  # [B, q, W]
     if branches is not None:
-        block = branches.columns
-        visible = (places[:, None] < block[:, :1, None]).expand(*positions.shape, width).clone()
-        visible.scatter_(2, block[:, None].expand_as(branches.sees), branches.sees)
-        places = places.expand(len(block), -1).scatter(1, block, positions)
+        visible = along_branches(branches, places, positions.shape[1])
+        places = places.expand(len(positions), -1).scatter(1, branches.block, branches.places)
     found = {}
     for kind, window in windows.items():
         near = visible & (places[:, None] > positions[..., None] - window) if window else visible
@@ -79,3 +104,10 @@ def masks(windows: dict[str, int], positions: Tensor, width: int | None, branche
         mask = mask.masked_fill_(~near, torch.finfo(dtype).min)[:, None]
         found[kind] = fold_mask(mask, fold) if fold > 1 else mask
     return found if len(found) > 1 else next(iter(found.values()))
+
+
+def along_branches(branches: Branches, columns: Tensor, q: int) -> Tensor:
+    """Which `columns` [1, W] each token of the pass sees, [B, q, W]: all before the draft, and its own path."""
+    before = columns[:, None] < branches.block[:, :1, None]
+    visible = before.expand(len(branches.block), q, columns.shape[1]).clone()
+    return visible.scatter_(2, branches.block[:, None].expand_as(branches.sees), branches.sees)

@@ -98,13 +98,13 @@ class Rows:
         if self.session is not None:
             self.session.join(other.session)
 
-    def branches(self, draft: Draft, shape: Topology) -> Branches | None:
-        """Where a block lies and what it sees; None for a chain, which lies at its positions."""
+    def branches(self, draft: Draft, shape: Topology, positions: Tensor) -> Branches | None:
+        """Where a block at these positions lies and what it sees; None for a chain, which lies at its positions."""
         if draft.parents is None:
             return None
-        B, q = len(self.last), draft.tokens.shape[1] + 1
+        B, q = positions.shape
         columns = self.length[:, None] + torch.arange(q, device=self.last.device)
-        return Branches(columns, shape.sees.expand(B, q, q))
+        return Branches(columns, columns, positions, shape.sees.expand(B, q, q))
 
     def advance(self, states: States, verdict: Verdict) -> None:
         """Keeps the accepted path in the cache, shows it to the drafter, and goes on behind it."""
@@ -209,7 +209,7 @@ class Decoder:
         shape = Topology.of(draft)
         block = torch.cat([rows.last[:, None], draft.tokens], dim=1)  # [B, N+1]
         positions = rows.length[:, None] + shape.depth
-        states = self.target.forward(block, positions, rows.cache, branches=rows.branches(draft, shape))
+        states = self.target.forward(block, positions, rows.cache, branches=rows.branches(draft, shape, positions))
         verdict = verify(states.logits, draft, self.sampling, self.generator, rows.seen, shape)
         contexts = (rows.length + 1).tolist()
         rows.advance(states, verdict)
