@@ -21,8 +21,8 @@ class Options:
 
     longest: PositiveInt = opt(3, "longest run of last tokens that is looked up; the longest that occurred before wins")
     shortest: PositiveInt = opt(1, "shortest run of last tokens that is looked up")
-    match: Literal["latest", "first"] = opt("latest", "which occurrence is continued: the most recent, or the first, as "
-                                                      "transformers does")
+    match: Literal["latest", "first"] = opt("latest", "which occurrence is continued: the most recent, or the first "
+                                                      "(as transformers does)")
 
     def __post_init__(self) -> None:
         if self.shortest > self.longest:

@@ -52,4 +52,4 @@ def options_of(kind: str, values: dict[str, Any]) -> Any:
 def require_training(kind: str) -> None:
     """ConfigError for a drafter that is used as it is."""
     if not entry(kind).trained:
-        raise ConfigError(f"drafter.kind = {kind}: nothing to train, trace or export; run make eval with it")
+        raise ConfigError(f"drafter.kind = {kind}: there is nothing to train or export; run make eval")
