@@ -136,10 +136,11 @@ def first_draft(target: Target, drafter: Drafter, prompt: list[int], sampled: bo
     rows = decoder.prefill([prompt], [0], [Output()], Prefix(), drafter, len(prompt) + 2 + plan.room)
     proposal = rows.session.propose(plan, decoder.sample_draft if sampled else None)
     states = target.forward(rows.last[:, None], rows.length[:, None], rows.cache)
-    logits = states.logits[0, 0]
+    logits = states.logits[0, 0].cpu()
     if proposal.q is None:
-        return logits, Draft(proposal.tokens.expand(draws, -1))
-    return logits, Draft(siblings(proposal.q[0, 0], draws, proposal.counts()[0], decoder.generator), proposal.q)
+        return logits, Draft(proposal.tokens.cpu().expand(draws, -1))
+    q = proposal.q[:, :1].cpu()
+    return logits, Draft(siblings(q[0, 0], draws, proposal.counts()[0], decoder.generator), q)
 
 
 def siblings(q: Tensor, draws: int, n: int, generator: torch.Generator) -> Tensor:

@@ -9,8 +9,11 @@ from recipes.schema import Eval
 
 def plan_of(section: Eval, kind: str) -> Plan:
     """The chain or tree of `eval`; ConfigError names the field where that is none, or where a drafter of this kind
-    cannot follow it."""
+    cannot follow it. With eval.choose it is the longest chain, and the choice is made from measurements."""
     tree = section.tree
+    if section.choose != "given" and (tree.depth or tree.paths or section.confidence):
+        raise ConfigError(f"eval.choose = {section.choose}: leave eval.tree.depth, eval.tree.paths and eval.confidence "
+                          "at their defaults, or set eval.choose to given")
     if tree.depth and tree.paths:
         raise ConfigError("eval.tree: depth is for a dynamic tree and paths for a static one; set one of them")
     if (tree.depth or tree.paths) and section.confidence:
@@ -27,6 +30,11 @@ def plan_of(section: Eval, kind: str) -> Plan:
         return StaticTree(tuple(map(tuple, tree.paths)))
     except ValueError as error:
         raise ConfigError(f"eval.tree.paths: {error}") from None
+
+
+def room_of(section: Eval, plan: Plan) -> int:
+    """Most places that a draft takes, whatever is chosen."""
+    return max(plan.room, section.tree.total) if section.choose == "tree" else plan.room
 
 
 def described(plan: Plan) -> dict[str, Any]:

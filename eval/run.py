@@ -22,11 +22,13 @@ from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
 from drafters.registry import entry
 from drafters.target import Target, require_chat_template
+from drafters.tree import chain
 from eval import timing
+from eval.adapt import measured_choice
 from eval.decode import Decoder, Output
 from eval.lossless import compare_greedy, sampling_report
 from eval.metrics import Acceptance, bootstrap, repeated_share
-from eval.plans import described, plan_of
+from eval.plans import described, plan_of, room_of
 from eval.report import summary_lines, write_report
 from eval.verdict import decide
 from recipes.cli import Command, process, run_dir
@@ -94,13 +96,13 @@ class Evaluation:
         layers = recipe.trace.layers if entry(recipe.drafter.kind).trained else None  # others read no hidden states
         self.target = Target(on_one_process(recipe.target), layers)
         require_chat_template(self.target)
-        self.plan = plan_of(self.section, recipe.drafter.kind)
+        self.plan, self.reason = plan_of(self.section, recipe.drafter.kind), ""
         self.opened = checkpoint.open_drafter(recipe.drafter, self.target, self.folder)
         self.drafter = self.opened.drafter
         if self.target.grouped:
             use_skinny_linear(self.drafter)
         self.ids = [prompt_ids(self.target.tokenizer, p.messages, p.tools) for p in self.prompts]
-        room = self.target.max_length - self.section.max_tokens - self.plan.room - 1
+        room = self.target.max_length - self.section.max_tokens - room_of(self.section, self.plan) - 1
         for prompt, ids in zip(self.prompts, self.ids):
             if len(ids) > room:
                 raise ConfigError(f"evaluation prompt {prompt.id}: {len(ids)} tokens, "
@@ -122,7 +124,10 @@ class Evaluation:
             return None
 
     def run(self) -> dict[str, Any]:
-        section, K = self.section, self.plan.depth
+        section = self.section
+        if section.choose != "given":
+            self.choose_plan()
+        K = self.plan.depth
         with self.bar:
             outputs = self.decode("accept  ", range(len(self.ids)), speculative=True)
             chosen = spread(self.prompts, section.lossless_prompts)
@@ -140,6 +145,12 @@ class Evaluation:
         sets = {kind: statistics([o for o, p in zip(outputs, self.prompts) if (p.kind or "all") == kind], K,
                                  self.drafter, section.seed) for kind in kinds}
         return self.head() | {"total": total, "sets": sets, "verdict": decide(total, sets)}
+
+    def choose_plan(self) -> None:
+        """The fastest draft by what is measured now; one token, where drafting does not pay at all."""
+        chosen = measured_choice(self.target, self.drafter,
+                                 [self.ids[i] for i in spread(self.prompts, self.section.speed_prompts)], self.section)
+        self.plan, self.reason = chosen.plan or chain(1), chosen.reason
 
     def decode(self, name: str, chosen, speculative: bool) -> list[Output]:
         """Greedy answers to the chosen prompts, in batches of similar length; results in the order given."""
@@ -194,7 +205,8 @@ class Evaluation:
                       "threads": torch.get_num_threads(), "git": git_revision(), "time": origin["time"],
                       "OMP_WAIT_POLICY": origin["machine"]["OMP_WAIT_POLICY"],
                       "load_1m": origin["machine"]["load_1m"]},
-            "settings": {"draft_length": self.plan.depth, "plan": described(self.plan), "temperature": 0.0,
+            "settings": {"draft_length": self.plan.depth, "plan": described(self.plan),
+                         "plan_reason": self.reason, "temperature": 0.0,
                          "max_tokens": section.max_tokens,
                          "batch_size": section.batch_size, "prompts": section.prompts,
                          "prompts_sha256": self.prompts_sha256, "prompt_ids_sha256": sha256_json(self.ids),

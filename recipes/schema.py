@@ -217,6 +217,9 @@ class Eval:
     limit: NonNegativeInt = opt(0, "first N prompts of every kind; 0 is all")
     draft_length: PositiveInt = opt(4, "K: tokens drafted a cycle")
     tree: Tree = field(default_factory=Tree)
+    choose: Literal["given", "chain", "tree"] = opt(
+        "given", "given: draft as the fields say; chain, tree: the fastest by measured costs and ranks, chains up to "
+                 "eval.draft_length, trees up to eval.tree.total nodes and eval.tree.top_k guesses (docs/decoding.md)")
     confidence: Share = opt(0.0, "a chain ends behind a token that is less probable under the drafter; 0 is off")
     max_tokens: PositiveInt = opt(64, "longest answer, in tokens")
     batch_size: PositiveInt = opt(16, "rows decoded together where acceptance is counted")

@@ -49,7 +49,19 @@ def test_drafters_without_training_are_evaluated(tmp_path, model, kind, flags, p
     assert report["total"]["drafts"] <= report["total"]["target_passes"]
 
 
+@pytest.mark.parametrize("kind,choose", [("lookup", "chain"), ("layer_cut", "tree")])
+def test_a_measured_plan_is_reported_with_its_reason(tmp_path, model, kind, choose):
+    """The setting is what was fastest here, and the report says by what."""
+    report = report_of(tmp_path, model, kind, "--eval.choose", choose, "--eval.tree.total", "6",
+                       "--eval.draft_length", "3")
+    settings = report["settings"]
+    assert 1 <= settings["plan"]["nodes"] <= 6 and "of a cycle at batch 1" in settings["plan_reason"]
+    assert report["total"]["lossless"]["greedy"]["mismatches"] == 0
+    assert "of a cycle at batch 1" in (tmp_path / "runs" / "tiny" / "eval" / "report.html").read_text()
+
+
 @pytest.mark.parametrize("section,kind,message", [
+    (Eval(choose="tree", tree=Tree(depth=2)), "eagle3", "eval.choose = tree: leave eval.tree.depth"),
     (Eval(tree=Tree(depth=2, paths=[[0]])), "eagle3", "eval.tree: depth is for a dynamic tree"),
     (Eval(tree=Tree(depth=2), confidence=0.5), "eagle3", "eval.confidence = 0.5: only a chain"),
     (Eval(tree=Tree(depth=2)), "lookup", "drafter.kind = lookup proposes one continuation"),
