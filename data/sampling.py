@@ -1,4 +1,4 @@
-"""Temperature, top-k and top-p on logits, and sampling with one generator a row.
+"""Repetition penalty, temperature, top-k, top-p and min-p on logits, and sampling with one generator a row.
 
 Legend: B rows, V vocabulary. Probabilities are float32 whatever the model's dtype.
 """
@@ -17,20 +17,31 @@ WIDE = 4096  # tried next; in free sampling of a small target a fifth of the nuc
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    """temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off. Greedy text is that of the
+    penalised logits: a penalty acts at any temperature, as in transformers."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ConfigError(f"temperature = {self.temperature}, top_k = {self.top_k}, top_p = {self.top_p}: needs "
                               "temperature >= 0, top_k >= 0 and 0 < top_p <= 1")
+        if not 0 <= self.min_p <= 1 or not self.repetition_penalty > 0:
+            raise ConfigError(f"min_p = {self.min_p}, repetition_penalty = {self.repetition_penalty}: needs "
+                              "0 <= min_p <= 1 and repetition_penalty > 0")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the distribution depends on the tokens before, beyond the logits."""
+        return self.repetition_penalty != 1.0
 
 
 def row_seed(seed: int, row_id: str, size: int) -> int:
@@ -44,17 +55,29 @@ def row_generator(seed: int, row_id: str) -> torch.Generator:
     return torch.Generator().manual_seed(row_seed(seed, row_id, 8))
 
 
+def penalised(logits: Tensor, penalty: float, seen: Tensor) -> Tensor:
+    """Logits [..., V] where those of tokens marked in `seen` [..., V] are divided by the penalty if positive and
+    multiplied by it if negative (Keskar et al. 2019, CTRL, section 4.1; transformers' form for negative ones)."""
+    logits = logits.to(wide(logits))
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def wide(logits: Tensor) -> torch.dtype:
+    """What logits are processed in: float64 stays, anything else is float32."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distribution sampled from: [..., V] logits to [..., V] probabilities, as transformers' warpers define it.
 
     Greedy gives one-hot rows. top_k keeps the k largest (ties of the k-th too); top_p then keeps the
     smallest set of largest probabilities whose sum reaches p, without sorting the vocabulary where the
-    first 256 or 4096 reach it.
+    first 256 or 4096 reach it; min_p then drops what is less likely than that share of the likeliest token. A
+    repetition penalty comes before all of them: give it logits that are `penalised`.
     """
     if sampling.greedy:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    logits = logits.to(dtype) / sampling.temperature
+    logits = logits.to(wide(logits)) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -62,6 +85,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1.0:
         floor = nucleus_floor(probs, sampling.top_p)
         probs = probs.masked_fill(probs < floor, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    if sampling.min_p > 0.0:
+        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
 
@@ -83,10 +109,15 @@ def sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
 
     The same distribution as `draw(probabilities(...))`, but where a row's nucleus or top-k lies within its 256
     largest logits, nothing but the normaliser touches the rest of the vocabulary. Which path a row takes
-    depends on that row alone, so its result does not depend on the batch.
+    depends on that row alone, so its result does not depend on the batch. ValueError for a repetition penalty, which
+    needs the tokens before.
     """
+    if sampling.remembers:
+        raise ValueError("sample() knows no earlier tokens: give penalised logits and no repetition_penalty")
     if sampling.greedy:
         return logits.argmax(-1)
+    if sampling.min_p > 0.0:
+        return draw(probabilities(logits, sampling), uniforms)
     scaled = logits.float() / sampling.temperature
     head, ids = scaled.topk(min(HEAD, scaled.shape[-1]), dim=-1)  # descending
     if 0 < sampling.top_k <= head.shape[-1]:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from drafters.tree import Draft, Plan
+
 
 @dataclass
 class Batch:
@@ -91,14 +93,6 @@ class LossOutput:
     depth_count: Tensor  # [K]
 
 
-@dataclass
-class Draft:
-    """Proposed tokens [B, K] in target ids, and their distribution q [B, K, V] (None: one-hot, deterministic)."""
-
-    tokens: Tensor
-    q: Tensor | None = None
-
-
 class DraftSession(Protocol):
     """A drafter inside the decoding loop, for a batch of rows with lengths of their own."""
 
@@ -106,11 +100,19 @@ class DraftSession(Protocol):
         """Real target states: taps [B, q, n*Ht] at `positions` [B, q], the token that FOLLOWS each, [B, q], and
         the index of the last valid one in each row, [B]. What lies behind it is ignored."""
 
-    def propose(self, K: int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
-        """K tokens that follow the last observed token. `sample` draws from probabilities [B, V]; None: argmax."""
+    def begin(self, prompts: list[list[int]]) -> None:
+        """The rows' prompts, before anything is observed. What is observed names every token but their first."""
+
+    def propose(self, plan: Plan | int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
+        """Tokens that follow the last observed token: a tree of this plan (a number: a chain of so many), or a part of
+        one. `sample` draws from probabilities [n, V]; None: the most probable ones. ValueError for a plan that the
+        drafter cannot follow."""
 
     def keep(self, rows: Tensor) -> None:
         """Goes on with these rows only, in this order."""
+
+    def join(self, other: "DraftSession") -> None:
+        """Takes over the rows of another session of the same drafter and capacity, behind its own."""
 
 
 class Drafter(Protocol):

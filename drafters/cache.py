@@ -44,12 +44,24 @@ class RowStore:
         self.values = other.values.new_zeros(self.rows, self.capacity, *other.values.shape[2:])
         self.keys[:, :columns], self.values[:, :columns] = other.keys[:, :columns], other.values[:, :columns]
 
+    def move(self, sources: Tensor, places: Tensor) -> None:
+        """Copies columns `sources` [R, n] of every row to the columns `places` [R, n]."""
+        rows = torch.arange(len(sources), device=self.keys.device)[:, None]
+        sources, places = sources.to(self.keys.device), places.to(self.keys.device)
+        self.keys[rows, places], self.values[rows, places] = self.keys[rows, sources], self.values[rows, sources]
+
     def keep(self, rows: Tensor) -> None:
         """Drops every row but these and moves them to the front, in this order."""
         self.rows = len(rows)
         if self.keys is not None:
             rows = rows.to(self.keys.device)
             self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def join(self, other: "RowStore") -> None:
+        """Takes over the rows of another store of the same capacity, behind its own. Both hold keys."""
+        self.rows += other.rows
+        self.keys = torch.cat([self.keys, other.keys])
+        self.values = torch.cat([self.values, other.values])
 
 
 @dataclass
@@ -105,7 +117,7 @@ class RowCache(Cache):
         return self.place.width
 
     def aim(self, rows: Tensor | None, positions: Tensor) -> None:
-        """Says which rows [B] (None: all) and positions [B, q] the next forward writes and reads."""
+        """Says which rows [B] (None: all) and columns `positions` [B, q] the next forward writes and reads."""
         place = self.place
         place.whole = rows is None
         place.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
@@ -118,8 +130,19 @@ class RowCache(Cache):
         for layer, given in zip(self.layers, other.layers):
             layer.store.begin_with(given.store, columns)
 
+    def move(self, sources: Tensor, places: Tensor) -> None:
+        """See RowStore.move."""
+        for layer in self.layers:
+            layer.store.move(sources, places)
+
     def keep(self, rows: Tensor) -> None:
         """Drops every row but these; see RowStore.keep."""
         self.rows = len(rows)
         for layer in self.layers:
             layer.store.keep(rows)
+
+    def join(self, other: "RowCache") -> None:
+        """See RowStore.join."""
+        self.rows += other.rows
+        for layer, given in zip(self.layers, other.layers):
+            layer.store.join(given.store)

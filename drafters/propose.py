@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.base import Draft, take
+from drafters.base import take
 from drafters.cache import RowStore
 from drafters.chain_attention import Part, chain_attention, parts_of
+from drafters.growth import growth
+from drafters.tree import Draft, Plan, planned
+from drafters.visible import Branches, Paths, along_branches
 
 QUERIES = 256  # of a row that decoding attends together: their mask grows with rows times queries times columns
 
@@ -28,16 +31,22 @@ class Memory(Protocol):
     def attend(self, layer: int, queries: Tensor, positions: Tensor) -> Tensor:
         """Attention of [B, q, nkv*g, hd] queries at `positions` over what they may see -> [B, q, nkv*g*hd]."""
 
+    def go_on(self, going: Tensor) -> None:
+        """Which of the last step's positions each of the next step's follows, [B, q]."""
+
 
 def unroll(drafter: Any, state: Tensor, tokens: Tensor, positions: Tensor, memory: Memory, depth: int,
            choose: Callable[[int, Tensor], Tensor], select: Tensor | None = None,
-           thin: Callable[[int], Tensor] | None = None) -> Iterator[Tensor]:
+           thin: Callable[[int], Tensor] | None = None, branch: Callable[[int], Tensor] | None = None,
+           ) -> Iterator[Tensor]:
     """Yields the output state [B, p, H] of `depth` successive draft steps; `drafter.logits` of it names the token.
 
     state [B, q, H] with the token that follows each position, `tokens` [B, q]. The first step writes keys for
     all q positions and computes outputs only for `select` [B, p] (None: all); later steps go on from those,
     one rotary position further each, with the tokens that `choose(k, output)` names: the target's own in
     training, the drafter's in decoding. thin(k) names which of the p positions go on to step k, [B, p'] (None: all).
+    branch(k) names, for each of the p' tokens that `choose` gave for step k, the one of the p positions that it
+    follows, [B, p'] (None: each its own): several where a tree branches.
     """
     for k in range(depth):
         state = drafter.step(state, drafter.embed(tokens), positions, memory, select)
@@ -47,6 +56,10 @@ def unroll(drafter: Any, state: Tensor, tokens: Tensor, positions: Tensor, memor
         if k + 1 < depth:
             tokens = choose(k, state)
             state, positions = drafter.feedback(state), positions + 1
+            if branch is not None:
+                follows = branch(k + 1)
+                state, positions = take(state, follows), take(positions, follows)
+                memory.go_on(follows)
             if thin is not None:
                 going = thin(k + 1)
                 state, tokens, positions = take(state, going), take(tokens, going), take(positions, going)
@@ -105,27 +118,44 @@ class UnrollMemory:
 class RowMemory:
     """Memory of the decoding loop: one cache row a sequence; a query sees the columns up to its position.
 
-    What an abandoned draft wrote is overwritten by the real states that take its positions.
+    Where a draft branches, its tokens are kept as Paths says. What an abandoned draft wrote is overwritten by the real
+    states that take its positions.
     """
 
     def __init__(self, rows: int, capacity: int, layers: int = 1) -> None:
         self.stores = [RowStore(rows, capacity) for _ in range(layers)]
+        self.begin(None)
+
+    def begin(self, last: Tensor | None) -> None:
+        """A draft begins; `last` [B]: the last real position, where the draft may branch."""
+        self.paths = None if last is None else Paths(last)
+        self.branches: Branches | None = None  # of the newest step, where the draft branches
+
+    def go_on(self, follows: Tensor) -> None:
+        """The next step's tokens follow these ones of the step before, [B, q]; at first all follow the last one."""
+        self.paths.go_on(follows)
+        self.branches = self.paths.branches()
 
     def write(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         rows = torch.arange(len(positions), device=positions.device)
-        self.stores[layer].write(keys, values, rows, positions)
+        self.stores[layer].write(keys, values, rows, positions if self.branches is None else self.branches.columns)
 
     def attend(self, layer: int, queries: Tensor, positions: Tensor) -> Tensor:
+        if self.branches is not None:
+            width = int(self.branches.block.max()) + 1
+            columns = torch.arange(width, device=positions.device)[None]
+            return self.attend_part(layer, queries, ~along_branches(self.branches, columns, queries.shape[1]))
+        ahead = torch.arange(int(positions.max()) + 1, device=positions.device)
         parts = zip(queries.split(QUERIES, dim=1), positions.split(QUERIES, dim=1))
-        return torch.cat([self.attend_part(layer, *part) for part in parts], dim=1)
+        return torch.cat([self.attend_part(layer, part, ahead[: int(at.max()) + 1] > at[:, :, None])
+                          for part, at in parts], dim=1)
 
-    def attend_part(self, layer: int, queries: Tensor, positions: Tensor) -> Tensor:
-        """Attention of at most QUERIES queries a row."""
+    def attend_part(self, layer: int, queries: Tensor, hidden: Tensor) -> Tensor:
+        """Attention of [B, q, heads, hd] queries, each over the columns that are not `hidden` [B, q, W]."""
         B, q, heads, hd = queries.shape
-        width = int(positions.max()) + 1
+        width = hidden.shape[-1]
         keys, values = self.stores[layer].read(None, width)  # [B, nkv, W, hd]
         g = heads // keys.shape[1]
-        hidden = torch.arange(width, device=positions.device)[None, None, :] > positions[:, :, None]  # [B, q, W]
         bias = torch.zeros(hidden.shape, dtype=queries.dtype, device=queries.device).masked_fill_(hidden, -torch.inf)
         folded = queries.transpose(1, 2).reshape(B, heads // g, g * q, hd)
         bias = bias[:, None, None].expand(B, 1, g, q, width).reshape(B, 1, g * q, width)
@@ -136,40 +166,54 @@ class RowMemory:
         for store in self.stores:
             store.keep(rows)
 
+    def join(self, other: "RowMemory") -> None:
+        """Takes over the rows of another memory of the same capacity, behind its own."""
+        for store, given in zip(self.stores, other.stores):
+            store.join(given)
+
 
 class ChainSession:
-    """A recursive drafter in the decoding loop: the first step takes the newly verified states, the chain follows."""
+    """A recursive drafter in the decoding loop: the first step takes the newly verified states, the draft follows."""
 
     def __init__(self, drafter: Any, rows: int, capacity: int, layers: int = 1) -> None:
         self.drafter = drafter
         self.memory = RowMemory(rows, capacity, layers)
 
+    def begin(self, prompts: list[list[int]]) -> None:
+        """The first token of a prompt has no place in the recursion: nothing to do."""
+
     def observe(self, taps: Tensor, tokens: Tensor, positions: Tensor, last: Tensor) -> None:
         self.pending = self.drafter.fuse(taps), tokens, positions, last[:, None]
 
-    def propose(self, K: int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
-        drafter = self.drafter
+    def propose(self, plan: Plan | int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
+        drafter, plan = self.drafter, planned(plan)
         state, tokens, positions, last = self.pending
-        drafted: list[Tensor] = []
-        spread: list[Tensor] = []
-
-        def choose(k: int, output: Tensor) -> Tensor:  # [B, 1, H] -> target ids [B, 1]
-            logits = drafter.logits(output)  # [B, 1, D]
-            if sample is None:
-                drafted.append(drafter.draft_ids[logits.argmax(-1)])
-            else:
-                q = torch.zeros(len(logits), drafter.shape.vocab_size, dtype=torch.float32, device=logits.device)
-                q[:, drafter.draft_ids] = logits[:, 0].float().softmax(-1)
-                spread.append(q)
-                drafted.append(sample(q)[:, None])
-            return drafted[-1]
-
-        steps = unroll(drafter, state, tokens, positions, self.memory, K, choose, last)
-        for k, output in enumerate(steps):
-            if k + 1 == K:
-                choose(k, output)
-        return Draft(torch.cat(drafted, dim=1), torch.stack(spread, dim=1) if spread else None)
+        grown = growth(plan, len(tokens), drafter.draft_ids, drafter.shape.vocab_size, sample)
+        self.memory.begin(positions.gather(1, last)[:, 0])
+        steps = unroll(drafter, state, tokens, positions, self.memory, plan.depth, lambda k, output: grown.frontier,
+                       last, branch=None if plan.narrow else lambda k: grown.follows)
+        for output in steps:  # [B, p, H]
+            if grown.take(drafter.logits(output)):
+                break
+        self.memory.begin(None)
+        return grown.draft()
 
     def keep(self, rows: Tensor) -> None:
         self.memory.keep(rows)
         self.pending = tuple(part[rows] for part in self.pending)
+
+    def join(self, other: "ChainSession") -> None:
+        """A joining row's pending positions are as many as a prompt has: all but the last are written first."""
+        other.settle()
+        self.memory.join(other.memory)
+        width = self.pending[1].shape[1]
+        self.pending = tuple(torch.cat([ours, theirs if i == 3 else theirs.expand(-1, width, *theirs.shape[2:])])
+                             for i, (ours, theirs) in enumerate(zip(self.pending, other.pending)))
+
+    def settle(self) -> None:
+        """Writes the keys of what is pending and leaves each row's last position alone pending."""
+        state, tokens, positions, last = self.pending
+        self.memory.begin(None)
+        for _ in unroll(self.drafter, state, tokens, positions, self.memory, 1, lambda k, output: output, last):
+            pass
+        self.pending = take(state, last), take(tokens, last), take(positions, last), torch.zeros_like(last)

@@ -12,13 +12,18 @@ from recipes.loader import parse_into
 @dataclass(frozen=True)
 class Entry:
     """A drafter's module, which has `Options` (the dataclass of `drafter.options`), `build` (a fresh drafter) and
-    `load` (a drafter from a checkpoint's parts), and the script that trains it.
+    `load` (a drafter from a checkpoint's parts), and the script that trains it. Without a script there is nothing to
+    train: `build` gives the drafter itself, and there are no checkpoints.
 
     The module is imported where it is used: a table of all drafters must not load torch.
     """
 
     module: str
-    script: str
+    script: str = ""
+
+    @property
+    def trained(self) -> bool:
+        return bool(self.script)
 
     @property
     def code(self) -> ModuleType:
@@ -27,6 +32,8 @@ class Entry:
 
 REGISTRY: dict[str, Entry] = {
     "eagle3": Entry("drafters.eagle3_build", "train/eagle3.py"),
+    "lookup": Entry("drafters.lookup"),
+    "layer_cut": Entry("drafters.layer_cut"),
 }
 
 
@@ -40,3 +47,9 @@ def entry(kind: str) -> Entry:
 def options_of(kind: str, values: dict[str, Any]) -> Any:
     """`drafter.options` as the drafter's own dataclass, strictly."""
     return parse_into(entry(kind).code.Options, values, f"drafter.options ({kind})")
+
+
+def require_training(kind: str) -> None:
+    """ConfigError for a drafter that is used as it is."""
+    if not entry(kind).trained:
+        raise ConfigError(f"drafter.kind = {kind}: there is nothing to train or export; run make eval")

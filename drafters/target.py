@@ -23,8 +23,9 @@ from transformers.utils import logging as transformers_logging
 
 from drafters.cache import RowCache
 from drafters.embedded import materialise
-from drafters.fast_cpu import GROUPED, fold_mask, use_skinny_linear
+from drafters.fast_cpu import GROUPED, use_skinny_linear
 from drafters.placement import check_map, device_of, loading_options, pick_device, weight_of
+from drafters.visible import Branches, masks, windows_of
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, sha256_json
 from recipes.launched import local_processes
@@ -115,6 +116,7 @@ class Target:
         if self.grouped:
             use_skinny_linear(self.model)
             self.model.set_attn_implementation(GROUPED)
+        self.windows = windows_of(self.model, self.config, section.model)
         self.seen: dict[int, Tensor] = {}
         self.hooks: list[RemovableHandle] = []
         self.tap(layers)
@@ -211,22 +213,17 @@ class Target:
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, cache: RowCache | None = None, rows: Tensor | None = None,
-                logits: bool = True) -> States:
+                logits: bool = True, branches: Branches | None = None) -> States:
         """One pass over `ids` [B, q] at `positions` [B, q]: each sees the cache's columns up to its own position.
 
         rows: the cache rows these belong to (None: all). Without a cache the q tokens see one another,
-        causally by position. Padding goes at the end of a row, at positions not used yet.
+        causally by position. Padding goes at the end of a row, at positions not used yet. branches: where the tokens
+        of a draft tree are kept and what they see of one another.
         """
-        if cache is None:
-            columns = positions
-        else:
-            cache.aim(rows, positions)
-            columns = torch.arange(cache.width, device=positions.device)[None]
-        visible = columns[:, None, None, :] <= positions[:, None, :, None]  # [B, 1, q, W]
-        mask = torch.zeros(visible.shape, dtype=self.dtype, device=positions.device)
-        mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
-        if self.grouped:
-            mask = fold_mask(mask, self.groups)
+        if cache is not None:
+            cache.aim(rows, positions if branches is None else branches.columns)
+        mask = masks(self.windows, positions, cache.width if cache is not None else None, branches, self.dtype,
+                     self.groups if self.grouped else 1)
         self.seen.clear()
         final = self.model.get_decoder()(
             input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=cache is not None,

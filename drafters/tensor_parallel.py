@@ -209,3 +209,9 @@ class MirroredCache(RowCache):
     def keep(self, rows: Tensor) -> None:
         self.owner.tell("keep", rows, cache=self.number)
         super().keep(rows)
+
+    def move(self, sources: Tensor, places: Tensor) -> None:
+        raise RuntimeError("a target that ranks share decodes no draft trees")
+
+    def join(self, other: RowCache) -> None:
+        raise RuntimeError("a target that ranks share replaces no rows of a decoding batch")

@@ -1,30 +1,36 @@
 """Speculative decoding, and plain decoding beside it, over ragged batches. The loop knows no drafter's algorithm.
 
-Legend: B rows, K draft length, q tokens a row, V vocabulary. A row's `length` is the number of tokens whose keys
-the target's cache holds; its `last` token is decided but not yet run.
+Legend: B rows, N tokens drafted a row, D depth of a draft (a chain of K: N = D = K), q tokens a row, V vocabulary. A
+row's `length` is the number of tokens whose keys the target's cache holds; its `last` token is decided but not yet run.
 """
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.capture import behind
-from data.sampling import Sampling, draw, probabilities
-from drafters.base import Drafter, DraftSession
-from drafters.target import Target
+from data.sampling import Sampling, draw, penalised, probabilities
+from drafters.base import Drafter, DraftSession, take
+from drafters.target import Prefix, States, Target
+from drafters.tree import Draft, Plan, Topology, planned
+from drafters.visible import Branches
 from eval.metrics import Acceptance
-from eval.verify import verify
+from eval.stops import Stops
+from eval.verify import Verdict, verify
 
 GREEDY = Sampling()
 
 
 @dataclass
 class Output:
-    """One row's answer: tokens kept (an end token last where finish is 'stop'), its draft counts, target passes,
-    the seconds at which tokens appeared (time, how many), and the context length of each draft."""
+    """One row's answer: tokens kept (an end token or what completes a stop string last where finish is 'stop'), its
+    draft counts, target passes, the seconds at which tokens appeared (time, how many), and the context length of each
+    draft."""
 
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
@@ -33,13 +39,17 @@ class Output:
     times: list[tuple[float, int]] = field(default_factory=list)
     drafts: list[tuple[int, int]] = field(default_factory=list)  # (context length, accepted)
     rejected: list[int] = field(default_factory=list)  # target tokens at which a draft was rejected
+    stopped_by: str = ""  # the stop string that ended it
 
-    def take(self, tokens: list[int], end_ids: set[int], max_tokens: int, now: float) -> bool:
-        """Keeps tokens up to the first end token or the limit, whichever comes first; True where that ends the row."""
+    def take(self, tokens: list[int], end_ids: set[int], max_tokens: int, now: float, stops: Stops | None = None,
+             ) -> bool:
+        """Keeps tokens up to the first stop or the limit, whichever comes first; True where that ends the row."""
         before = len(self.tokens)
         for token in tokens:
             self.tokens.append(token)
-            if token in end_ids:
+            if token not in end_ids and stops is not None:
+                self.stopped_by = stops.found(self.tokens)
+            if token in end_ids or self.stopped_by:
                 self.finish = "stop"
             elif len(self.tokens) == max_tokens:
                 self.finish = "length"
@@ -48,128 +58,211 @@ class Output:
         self.times.append((now, len(self.tokens) - before))
         return bool(self.finish)
 
+    def count(self, accepted: int, drafted: int, context: int, rejected_at: int | None) -> None:
+        """Counts a pass, and its draft where there was one."""
+        self.passes += 1
+        if drafted:
+            self.acceptance.add(accepted, drafted)
+            self.drafts.append((context, accepted))
+        if rejected_at is not None:
+            self.rejected.append(rejected_at)
+
 
 @dataclass
 class Rows:
     """The rows still running."""
 
-    cache: object
+    cache: Any
+    session: DraftSession | None
     index: list[int]  # which prompt each row answers
     length: Tensor  # [B]
     last: Tensor  # [B]
+    seen: Tensor | None  # [B, V] tokens up to the last one, where a repetition penalty asks for them
+
+    def keep(self, running: list[int]) -> None:
+        """Drops every row but these from every state."""
+        rows = torch.tensor(running, dtype=torch.long, device=self.last.device)
+        self.index = [self.index[b] for b in running]
+        self.length, self.last = self.length[rows], self.last[rows]
+        self.seen = None if self.seen is None else self.seen[rows]
+        for state in (self.cache, self.session):
+            if state is not None:
+                state.keep(rows)
+
+    def join(self, other: "Rows") -> None:
+        """Takes over the rows of another batch of the same capacity."""
+        self.index += other.index
+        self.length, self.last = torch.cat([self.length, other.length]), torch.cat([self.last, other.last])
+        self.seen = None if self.seen is None else torch.cat([self.seen, other.seen])
+        self.cache.join(other.cache)
+        if self.session is not None:
+            self.session.join(other.session)
+
+    def branches(self, draft: Draft, shape: Topology, positions: Tensor) -> Branches | None:
+        """Where a block at these positions lies and what it sees; None for a chain, which lies at its positions."""
+        if draft.parents is None:
+            return None
+        B, q = positions.shape
+        columns = self.length[:, None] + torch.arange(q, device=self.last.device)
+        return Branches(columns, columns, positions, shape.sees.expand(B, q, q))
+
+    def advance(self, states: States, verdict: Verdict) -> None:
+        """Keeps the accepted path in the cache, shows it to the drafter, and goes on behind it."""
+        places = self.length[:, None] + torch.arange(verdict.tokens.shape[1], device=self.last.device)
+        taps = states.taps
+        if verdict.path is not None:
+            self.cache.move(self.length[:, None] + verdict.path, places)
+            taps = None if taps is None else take(taps, verdict.path)
+        self.session.observe(taps, verdict.tokens, places, verdict.accepted)
+        self.last = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
+        if self.seen is not None:
+            behind_path = places - self.length[:, None] > verdict.accepted[:, None]
+            self.seen.scatter_(1, torch.where(behind_path, self.last[:, None], verdict.tokens), True)
+        self.length = self.length + verdict.accepted + 1
 
 
 class Decoder:
-    """Decodes prompts with a target, with or without a drafter."""
+    """Decodes prompts with a target, with or without a drafter.
 
-    def __init__(self, target: Target, max_tokens: int, sampling: Sampling = GREEDY,
-                 end_ids: list[int] | None = None, seed: int = 0) -> None:
+    slots: rows decoded together; a finished one is replaced by the next prompt (0: all at once). stop: strings that end
+    an answer. on_tokens(prompt index, tokens): called with the tokens of each answer as they are decided.
+    """
+
+    def __init__(self, target: Target, max_tokens: int, sampling: Sampling = GREEDY, end_ids: list[int] | None = None,
+                 seed: int = 0, slots: int = 0, stop: Sequence[str] = (),
+                 on_tokens: Callable[[int, list[int]], None] | None = None) -> None:
         self.target, self.max_tokens, self.sampling, self.seed = target, max_tokens, sampling, seed
         self.end_ids = set(target.end_ids if end_ids is None else end_ids)
+        self.slots, self.on_tokens = slots, on_tokens
+        self.stops = Stops(target.tokenizer, stop) if stop else None
 
     def plain(self, prompts: list[list[int]]) -> list[Output]:
         """One token a pass."""
         return self.run(prompts, None, 0)
 
-    def speculative(self, prompts: list[list[int]], drafter: Drafter, K: int, sampled_drafts: bool = False,
+    def speculative(self, prompts: list[list[int]], drafter: Drafter, plan: Plan | int, sampled_drafts: bool = False,
                     ) -> list[Output]:
-        """Drafts K tokens a pass. `sampled_drafts`: draw proposals from the drafter instead of taking its argmax."""
-        return self.run(prompts, drafter, K, sampled_drafts)
+        """Drafts a tree of this plan a pass; a number is a chain of so many tokens. `sampled_drafts`: draw proposals
+        from the drafter instead of taking its most probable ones."""
+        return self.run(prompts, drafter, plan, sampled_drafts)
 
     @torch.inference_mode()
-    def run(self, prompts: list[list[int]], drafter: Drafter | None, K: int, sampled_drafts: bool = False,
+    def run(self, prompts: list[list[int]], drafter: Drafter | None, plan: Plan | int, sampled_drafts: bool = False,
             ) -> list[Output]:
         self.generator = torch.Generator().manual_seed(self.seed)
-        outputs = [Output(acceptance=Acceptance(max(K, 1))) for _ in prompts]
-        capacity = max(map(len, prompts)) + self.max_tokens + K + 1
-        session = drafter.session(len(prompts), capacity) if drafter else None
-        rows = self.prefill(prompts, outputs, session, capacity)
+        plan = planned(plan) if drafter else None
+        outputs = [Output(acceptance=Acceptance(plan.depth if drafter else 1)) for _ in prompts]
+        capacity = max(map(len, prompts)) + self.max_tokens + (plan.room if drafter else 0) + 1
+        prefix, waiting = self.target.prefix(prompts), deque(range(len(prompts)))
+        slots = self.slots or len(prompts)
         propose_with = self.sample_draft if sampled_drafts and not self.sampling.greedy else None
-        while rows.index:
-            if session:
-                self.speculative_step(rows, outputs, session, K, propose_with)
+        rows = None
+        while waiting or rows.index:
+            free = slots - (len(rows.index) if rows else 0)
+            if waiting and (free >= max(1, slots // 8) or not rows.index):  # joining rows copies the cache
+                index = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+                started = self.prefill(prompts, index, outputs, prefix, drafter, capacity)
+                if rows and rows.index and started.index:
+                    rows.join(started)
+                else:
+                    rows = started if started.index or not rows else rows
+            elif drafter:
+                self.speculative_step(rows, outputs, plan, propose_with)
             else:
                 self.plain_step(rows, outputs)
-            self.retire(rows, outputs, session)
+            self.retire(rows, outputs)
         return outputs
 
-    def prefill(self, prompts: list[list[int]], outputs: list[Output], session: DraftSession | None,
-                capacity: int) -> Rows:
-        """Runs the prompts together, what all begin with once, and decides each row's first token."""
-        device = self.target.device
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long, device=device)
-        for b, prompt in enumerate(prompts):
+    def prefill(self, prompts: list[list[int]], index: list[int], outputs: list[Output], prefix: Prefix,
+                drafter: Drafter | None, capacity: int) -> Rows:
+        """Runs the prompts of these numbers together, what all begin with once, and decides each row's first token."""
+        device, chosen = self.target.device, [prompts[i] for i in index]
+        lengths = torch.tensor([len(p) for p in chosen], device=device)
+        ids = torch.zeros(len(chosen), int(lengths.max()), dtype=torch.long, device=device)
+        for b, prompt in enumerate(chosen):
             ids[b, : len(prompt)] = torch.tensor(prompt, device=device)
         positions = torch.arange(ids.shape[1], device=device).expand_as(ids).contiguous()
-        prefix = self.target.prefix(prompts)
-        cache = prefix.fill(self.target.new_cache(len(prompts), capacity))
+        cache = prefix.fill(self.target.new_cache(len(chosen), capacity))
         own = slice(prefix.length, None)
         states = behind(prefix, self.target.forward(ids[:, own], positions[:, own], cache, logits=False))
-        at = torch.arange(len(prompts), device=device)
-        first = self.choose(self.target.head(states.final[at, lengths - 1]))
-        rows = Rows(cache, list(range(len(prompts))), lengths, first)
-        if session:
+        at = torch.arange(len(chosen), device=device)
+        logits = self.target.head(states.final[at, lengths - 1])
+        seen = self.seen_in(ids, lengths, logits.shape[-1])
+        first = self.choose(logits, seen)
+        session = drafter.session(len(chosen), capacity) if drafter else None
+        if session is not None:
             following = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
             following[at, lengths - 1] = first
+            session.begin(chosen)
             session.observe(states.taps, following, positions, lengths - 1)
+        rows = Rows(cache, session, list(index), lengths, first, seen)
         now = time.perf_counter()
-        for index, token in zip(rows.index, first.tolist()):
-            outputs[index].take([token], self.end_ids, self.max_tokens, now)
-        self.retire(rows, outputs, session)
+        for number, token in zip(rows.index, first.tolist()):
+            self.give(number, outputs[number], [token], now)
+        self.retire(rows, outputs)
         return rows
 
-    def speculative_step(self, rows: Rows, outputs: list[Output], session: DraftSession, K: int,
+    def speculative_step(self, rows: Rows, outputs: list[Output], plan: Plan,
                          propose_with: Callable[[Tensor], Tensor] | None) -> None:
-        """Draft K, verify K+1 in one target pass, keep the accepted prefix and the target's next token."""
-        draft = session.propose(K, propose_with)  # tokens [B, K]
-        block = torch.cat([rows.last[:, None], draft.tokens], dim=1)  # [B, K+1]
-        positions = rows.length[:, None] + torch.arange(K + 1, device=block.device)
-        states = self.target.forward(block, positions, rows.cache)
-        verdict = verify(states.logits, draft, self.sampling, self.generator)
-        session.observe(states.taps, verdict.tokens, positions, verdict.accepted)
+        """Draft, verify in one target pass, keep the accepted path and the target's next token."""
+        draft = rows.session.propose(plan, propose_with)  # tokens [B, N]
+        shape = Topology.of(draft)
+        block = torch.cat([rows.last[:, None], draft.tokens], dim=1)  # [B, N+1]
+        positions = rows.length[:, None] + shape.depth
+        states = self.target.forward(block, positions, rows.cache, branches=rows.branches(draft, shape, positions))
+        verdict = verify(states.logits, draft, self.sampling, self.generator, rows.seen, shape)
+        contexts = (rows.length + 1).tolist()
+        rows.advance(states, verdict)
         now = time.perf_counter()
-        accepted = verdict.accepted.tolist()
-        for b, (index, tokens) in enumerate(zip(rows.index, verdict.tokens.tolist())):
-            out, n = outputs[index], accepted[b]
-            out.acceptance.add(n)
-            out.drafts.append((int(rows.length[b]) + 1, n))
-            if n < K:
-                out.rejected.append(tokens[n])
-            out.passes += 1
-            out.take(tokens[: n + 1], self.end_ids, self.max_tokens, now)
-        rows.last = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
-        rows.length = rows.length + verdict.accepted + 1
+        counts = zip(verdict.accepted.tolist(), draft.counts(), contexts, verdict.rejected.tolist())
+        for number, tokens, (n, drafted, context, rejected) in zip(rows.index, verdict.tokens.tolist(), counts):
+            outputs[number].count(n, drafted, context, tokens[n] if rejected else None)
+            self.give(number, outputs[number], tokens[: n + 1], now)
 
     def plain_step(self, rows: Rows, outputs: list[Output]) -> None:
         """One token for every row."""
         states = self.target.forward(rows.last[:, None], rows.length[:, None], rows.cache)
-        rows.last, rows.length = self.choose(states.logits[:, 0]), rows.length + 1
+        rows.last, rows.length = self.choose(states.logits[:, 0], rows.seen), rows.length + 1
         now = time.perf_counter()
-        for index, token in zip(rows.index, rows.last.tolist()):
-            outputs[index].passes += 1
-            outputs[index].take([token], self.end_ids, self.max_tokens, now)
+        for number, token in zip(rows.index, rows.last.tolist()):
+            outputs[number].passes += 1
+            self.give(number, outputs[number], [token], now)
 
-    def retire(self, rows: Rows, outputs: list[Output], session: DraftSession | None) -> None:
-        """Drops finished rows from every state."""
-        running = [b for b, index in enumerate(rows.index) if not outputs[index].finish]
-        if len(running) == len(rows.index):
-            return
-        rows.index = [rows.index[b] for b in running]
-        keep = torch.tensor(running, dtype=torch.long, device=rows.last.device)
-        rows.length, rows.last = rows.length[keep], rows.last[keep]
-        rows.cache.keep(keep)
-        if session:
-            session.keep(keep)
+    def give(self, number: int, out: Output, tokens: list[int], now: float) -> None:
+        """Adds decided tokens to an answer."""
+        before = len(out.tokens)
+        out.take(tokens, self.end_ids, self.max_tokens, now, self.stops)
+        if self.on_tokens is not None:
+            self.on_tokens(number, out.tokens[before:])
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """The target's own next token from logits [B, V]."""
+    def retire(self, rows: Rows, outputs: list[Output]) -> None:
+        """Drops finished rows."""
+        running = [b for b, number in enumerate(rows.index) if not outputs[number].finish]
+        if len(running) < len(rows.index):
+            rows.keep(running)
+
+    def seen_in(self, ids: Tensor, lengths: Tensor, vocab_size: int) -> Tensor | None:
+        """Which tokens occur in each prompt, [B, V], where a repetition penalty asks for them."""
+        if not self.sampling.remembers:
+            return None
+        inside = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        seen = torch.zeros(len(ids), vocab_size, dtype=torch.bool, device=ids.device)
+        return seen.scatter_(1, torch.where(inside, ids, ids[:, :1]), True)
+
+    def choose(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """The target's own next token from logits [B, V], which `seen` [B, V] then includes."""
+        if seen is not None:
+            logits = penalised(logits, self.sampling.repetition_penalty, seen)
         if self.sampling.greedy:
-            return logits.argmax(-1)
-        return draw(probabilities(logits, self.sampling), self.uniforms(len(logits)).to(logits.device))
+            chosen = logits.argmax(-1)
+        else:
+            chosen = draw(probabilities(logits, self.sampling), self.uniforms(len(logits)).to(logits.device))
+        if seen is not None:
+            seen.scatter_(1, chosen[:, None], True)
+        return chosen
 
     def sample_draft(self, q: Tensor) -> Tensor:
-        """A proposal drawn from the drafter's distribution [B, V]."""
+        """A proposal drawn from the drafter's distribution [n, V]."""
         return draw(q, self.uniforms(len(q)).to(q.device))
 
     def uniforms(self, n: int) -> Tensor:

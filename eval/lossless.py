@@ -9,10 +9,14 @@ from scipy.stats import chi2, combine_pvalues
 from torch import Tensor
 
 from data.sampling import Sampling, probabilities
-from drafters.base import Draft, Drafter
-from drafters.target import Target
+from drafters.base import Drafter
+from drafters.target import Prefix, Target
+from drafters.tree import Draft, StaticTree, chain
 from eval.decode import Decoder, Output
 from eval.verify import verify_sampled
+
+ELEMENTS = 2**24  # of a distribution a row that a test holds at a time
+TWO = StaticTree(((0,), (1,)))
 
 
 def compare_greedy(target: Target, prompts: list[list[int]], plain: list[Output], spec: list[Output],
@@ -60,18 +64,22 @@ class SamplingTest:
 
 
 def judge_context(p: Tensor, drafted: Tensor, q: Tensor | None, draws: int, seed: int) -> SamplingTest:
-    """Verifies `draws` drafts of one token by p [V] and compares the first emitted tokens with p.
+    """Verifies `draws` drafts of one level by p [V] and compares the first emitted tokens with p.
 
-    drafted [draws, 1] as proposed; q [V] their distribution or None for a deterministic draft. Tokens expected
-    fewer than 5 times are pooled, as the chi-square test requires. p itself comes from the target's real logits.
+    drafted [draws, n] as proposed, n siblings; q [V] what they were drawn from without replacement, or None for
+    deterministic drafts. Tokens expected fewer than 5 times are pooled, as the chi-square test requires. p itself comes
+    from the target's real logits.
     """
     generator = torch.Generator().manual_seed(seed)
     p, drafted, q = on_support(p, drafted, q)
-    tall = p.expand(draws, 1, -1)
-    spread = None if q is None else q.expand(draws, 1, -1)
-    rows = torch.cat([tall, tall], dim=1)  # the second position is not looked at
-    verdict = verify_sampled(rows, Draft(drafted, spread), generator)
-    counts = torch.bincount(verdict.tokens[:, 0], minlength=p.shape[-1]).double().numpy()
+    emitted = []
+    for part in drafted.split(max(1, ELEMENTS // len(p))):
+        rows, n = part.shape
+        spread = None if q is None else q.expand(rows, 1, -1)
+        siblings = None if n == 1 else torch.zeros_like(part)
+        behind = p.expand(rows, n + 1, -1)  # what follows the first token is not looked at
+        emitted.append(verify_sampled(behind, Draft(part, spread, siblings), generator).tokens[:, 0])
+    counts = torch.bincount(torch.cat(emitted), minlength=p.shape[-1]).double().numpy()
     expected = (p.double() / p.double().sum()).numpy() * draws
     tv = float(np.abs(counts - expected).sum() / 2 / draws)
     if counts[expected == 0].sum():
@@ -96,14 +104,19 @@ def on_support(p: Tensor, drafted: Tensor, q: Tensor | None) -> tuple[Tensor, Te
 
 
 def sampling_report(target: Target, drafter: Drafter, prompts: list[list[int]], draws: int, seed: int,
-                    ) -> dict[str, float]:
+                    tree: bool = False) -> dict[str, float]:
     """Chi-square and total variation over contexts, deterministic and sampled drafts in turn, at temperature 1.
 
-    `p_value` combines the contexts' by Fisher's method; `max_tv` is the largest distance, which shrinks with draws.
+    tree: two guesses in every other pair of contexts, as a tree has them. A context in which the drafter proposes
+    nothing is left out. `p_value` combines the contexts' by Fisher's method; `max_tv` is the largest distance, which
+    shrinks with draws.
     """
     results = []
     for i, prompt in enumerate(prompts):
-        logits, proposal = first_draft(target, drafter, prompt, sampled=i % 2 == 1, seed=seed + i, draws=draws)
+        plan = TWO if tree and i % 4 > 1 else chain(1)
+        logits, proposal = first_draft(target, drafter, prompt, i % 2 == 1, seed + i, draws, plan)
+        if not proposal.tokens.numel():
+            continue
         p = probabilities(logits[None], Sampling(temperature=1.0, top_p=0.95))[0]
         q = None if proposal.q is None else proposal.q[0, 0]
         results.append(judge_context(p, proposal.tokens, q, draws, seed + i))
@@ -116,18 +129,26 @@ def sampling_report(target: Target, drafter: Drafter, prompts: list[list[int]], 
 
 @torch.inference_mode()
 def first_draft(target: Target, drafter: Drafter, prompt: list[int], sampled: bool, seed: int, draws: int,
-                ) -> tuple[Tensor, Draft]:
-    """The target's logits [V] after prompt and first token, and `draws` proposals of the drafter for that place."""
-    decoder = Decoder(target, max_tokens=2, seed=seed)
+                plan: StaticTree) -> tuple[Tensor, Draft]:
+    """The target's logits [V] after prompt and first token, and `draws` proposals [draws, n] of the drafter there."""
+    decoder = Decoder(target, max_tokens=2, end_ids=[], seed=seed)
     decoder.generator = torch.Generator().manual_seed(seed)
-    session = drafter.session(1, len(prompt) + 4)
-    outputs = [Output()]
-    decoder.end_ids = set()
-    rows = decoder.prefill([prompt], outputs, session, len(prompt) + 4)
-    proposal = session.propose(1, decoder.sample_draft if sampled else None)
+    rows = decoder.prefill([prompt], [0], [Output()], Prefix(), drafter, len(prompt) + 2 + plan.room)
+    proposal = rows.session.propose(plan, decoder.sample_draft if sampled else None)
     states = target.forward(rows.last[:, None], rows.length[:, None], rows.cache)
-    logits = states.logits[0, 0]
+    logits = states.logits[0, 0].cpu()
     if proposal.q is None:
-        return logits, Draft(proposal.tokens.expand(draws, 1))
-    drafted = torch.multinomial(proposal.q[0, 0], draws, replacement=True, generator=decoder.generator)
-    return logits, Draft(drafted[:, None], proposal.q)
+        return logits, Draft(proposal.tokens.cpu().expand(draws, -1))
+    q = proposal.q[:, :1].cpu()
+    return logits, Draft(siblings(q[0, 0], draws, proposal.counts()[0], decoder.generator), q)
+
+
+def siblings(q: Tensor, draws: int, n: int, generator: torch.Generator) -> Tensor:
+    """[draws, n] tokens drawn from q [V], those of a row without replacement: what repeats is drawn again."""
+    drawn = torch.multinomial(q, draws * n, replacement=True, generator=generator).view(draws, n)
+    for i in range(1, n):
+        again = (drawn[:, i : i + 1] == drawn[:, :i]).any(1)
+        while bool(again.any()):
+            drawn[again, i] = torch.multinomial(q, int(again.sum()), replacement=True, generator=generator)
+            again = (drawn[:, i : i + 1] == drawn[:, :i]).any(1)
+    return drawn

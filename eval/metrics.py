@@ -7,29 +7,35 @@ import numpy as np
 
 @dataclass
 class Acceptance:
-    """Counters of drafts that ran. accepted[i]: drafts whose first i+1 tokens were all accepted (cumulative)."""
+    """Counters of drafts that ran. accepted[i]: drafts whose first i+1 tokens were all accepted (cumulative). K: most
+    tokens that a draft can have accepted. drafted: tokens proposed (default: K a draft)."""
 
     K: int
     drafts: int = 0
     accepted: list[int] = field(default_factory=list)
+    drafted: int = -1
 
     def __post_init__(self) -> None:
         self.accepted = self.accepted or [0] * self.K
+        self.drafted = self.drafts * self.K if self.drafted < 0 else self.drafted
 
-    def add(self, length: int) -> None:
-        """Counts one draft of which `length` tokens were accepted, before any trimming at an end token."""
+    def add(self, length: int, drafted: int | None = None) -> None:
+        """Counts one draft of `drafted` tokens (None: K) of which `length` were accepted, before any trimming at an end
+        token."""
         self.drafts += 1
+        self.drafted += self.K if drafted is None else drafted
         for i in range(length):
             self.accepted[i] += 1
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
         """Sum over prompts, ranks or engine replicas (case 55)."""
-        return Acceptance(self.K, self.drafts + other.drafts, [a + b for a, b in zip(self.accepted, other.accepted)])
+        return Acceptance(self.K, self.drafts + other.drafts, [a + b for a, b in zip(self.accepted, other.accepted)],
+                          self.drafted + other.drafted)
 
     @property
     def rate(self) -> float:
         """accepted tokens / drafted tokens."""
-        return sum(self.accepted) / (self.drafts * self.K) if self.drafts else 0.0
+        return sum(self.accepted) / self.drafted if self.drafted else 0.0
 
     @property
     def mean_length(self) -> float:

@@ -20,16 +20,20 @@ from drafters import checkpoint
 from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
+from drafters.registry import entry
 from drafters.target import Target, require_chat_template
+from drafters.tree import chain
 from eval import timing
+from eval.adapt import measured_choice
 from eval.decode import Decoder, Output
 from eval.lossless import compare_greedy, sampling_report
 from eval.metrics import Acceptance, bootstrap, repeated_share
+from eval.plans import described, plan_of, room_of
 from eval.report import summary_lines, write_report
 from eval.verdict import decide
 from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError, RunError
-from recipes.files import sha256_file, sha256_json
+from recipes.files import sha256_json
 from recipes.provenance import git_revision, stamp
 from recipes.schema import Recipe
 
@@ -89,14 +93,16 @@ class Evaluation:
         self.recipe, self.section = recipe, recipe.eval
         self.folder = run_dir(recipe)
         self.prompts, self.prompts_sha256 = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
-        self.target = Target(on_one_process(recipe.target), recipe.trace.layers)
+        layers = recipe.trace.layers if entry(recipe.drafter.kind).trained else None  # others read no hidden states
+        self.target = Target(on_one_process(recipe.target), layers)
         require_chat_template(self.target)
-        self.checkpoint = checkpoint.chosen(recipe.drafter.path, self.folder)
-        self.drafter = checkpoint.load(self.checkpoint, self.target)
+        self.plan, self.reason = plan_of(self.section, recipe.drafter.kind), ""
+        self.opened = checkpoint.open_drafter(recipe.drafter, self.target, self.folder)
+        self.drafter = self.opened.drafter
         if self.target.grouped:
             use_skinny_linear(self.drafter)
         self.ids = [prompt_ids(self.target.tokenizer, p.messages, p.tools) for p in self.prompts]
-        room = self.target.max_length - self.section.max_tokens - self.section.draft_length - 1
+        room = self.target.max_length - self.section.max_tokens - room_of(self.section, self.plan) - 1
         for prompt, ids in zip(self.prompts, self.ids):
             if len(ids) > room:
                 raise ConfigError(f"evaluation prompt {prompt.id}: {len(ids)} tokens, "
@@ -107,8 +113,7 @@ class Evaluation:
 
     def key(self) -> str:
         """Digest of all that decides the figures, times aside: what a finished evaluation is recognised by."""
-        weights = sha256_file(self.checkpoint / checkpoint.WEIGHTS)
-        return sha256_json([weights, asdict(self.section), self.prompts_sha256, self.target.fingerprint()])
+        return sha256_json([self.opened.digest, asdict(self.section), self.prompts_sha256, self.target.fingerprint()])
 
     def finished(self) -> dict[str, Any] | None:
         """The report of the same evaluation, where it was made before."""
@@ -119,7 +124,10 @@ class Evaluation:
             return None
 
     def run(self) -> dict[str, Any]:
-        section, K = self.section, self.section.draft_length
+        section = self.section
+        if section.choose != "given":
+            self.choose_plan()
+        K = self.plan.depth
         with self.bar:
             outputs = self.decode("accept  ", range(len(self.ids)), speculative=True)
             chosen = spread(self.prompts, section.lossless_prompts)
@@ -128,7 +136,7 @@ class Evaluation:
                                     [outputs[i] for i in chosen], section.gap_tolerance)
             sampling = sampling_report(self.target, self.drafter,
                                        [self.ids[i] for i in spread(self.prompts, section.sampling_contexts)],
-                                       section.sampling_draws, section.seed)
+                                       section.sampling_draws, section.seed, tree=not self.plan.narrow)
             speed, latency = self.speed()
         total = statistics(outputs, K, self.drafter, section.seed)
         total |= {"lossless": {"greedy": greedy, "sampling": sampling}, "speed": speed, "latency": latency,
@@ -137,6 +145,12 @@ class Evaluation:
         sets = {kind: statistics([o for o, p in zip(outputs, self.prompts) if (p.kind or "all") == kind], K,
                                  self.drafter, section.seed) for kind in kinds}
         return self.head() | {"total": total, "sets": sets, "verdict": decide(total, sets)}
+
+    def choose_plan(self) -> None:
+        """The fastest draft by what is measured now; one token, where drafting does not pay at all."""
+        chosen = measured_choice(self.target, self.drafter,
+                                 [self.ids[i] for i in spread(self.prompts, self.section.speed_prompts)], self.section)
+        self.plan, self.reason = chosen.plan or chain(1), chosen.reason
 
     def decode(self, name: str, chosen, speculative: bool) -> list[Output]:
         """Greedy answers to the chosen prompts, in batches of similar length; results in the order given."""
@@ -148,30 +162,30 @@ class Evaluation:
         for start in range(0, len(order), section.batch_size):
             part = order[start : start + section.batch_size]
             rows = [self.ids[i] for i in part]
-            done = (decoder.speculative(rows, self.drafter, section.draft_length) if speculative
+            done = (decoder.speculative(rows, self.drafter, self.plan) if speculative
                     else decoder.plain(rows))
             found |= dict(zip(part, done))
             self.bar.advance(task, len(part))
         return [found[i] for i in chosen]
 
     def speed(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        section, K = self.section, self.section.draft_length
+        section, plan = self.section, self.plan
         rows = [self.ids[i] for i in spread(self.prompts, section.speed_prompts)]
         task = self.bar.add_task("speed   ", total=len(rows) + 1)
-        timings = timing.interleaved(self.target, self.drafter, rows, K, section.speed_tokens,
+        timings = timing.interleaved(self.target, self.drafter, rows, plan, section.speed_tokens,
                                      lambda: self.bar.advance(task))
         plain, fast, reference = (timings[n] for n in (timing.PLAIN, timing.SPECULATIVE, timing.TRANSFORMERS))
         engine = timing.PLAIN if plain.tok_s >= reference.tok_s else timing.TRANSFORMERS
         ratio, ci95 = timing.speedup(timings[engine], fast, section.seed)
-        steps = timing.step_times(self.target, self.drafter, 200, K)
-        timed = Decoder(self.target, section.speed_tokens).speculative(rows, self.drafter, K)
-        batches = [timing.by_batch(self.target, self.drafter, rows, K, section.speed_tokens, size)
+        steps = timing.step_times(self.target, self.drafter, 200, plan)
+        timed = Decoder(self.target, section.speed_tokens).speculative(rows, self.drafter, plan)
+        batches = [timing.by_batch(self.target, self.drafter, rows, plan, section.speed_tokens, size)
                    for size in section.batch_sizes if size <= len(rows)]
         single = {"batch": 1, "baseline_tok_s": timings[engine].tok_s, "speculative_tok_s": fast.tok_s,
                   "speedup": ratio}
         speed = {"baseline_tok_s": timings[engine].tok_s, "baseline_engine": engine, "speculative_tok_s": fast.tok_s,
-                 "speedup": ratio, "ci95": ci95, "predicted_speedup": timing.predict(per_pass(timed), steps, K),
-                 "prompts": len(rows), "by_batch": [single, *batches], **steps,
+                 "speedup": ratio, "ci95": ci95, "prompts": len(rows), "by_batch": [single, *batches], **steps,
+                 "predicted_speedup": timing.predict(per_pass(timed), steps, plan.depth),
                  "engines": {timing.PLAIN: plain.tok_s, timing.TRANSFORMERS: reference.tok_s}}
         latency = {name: {"baseline": timing.percentiles(getattr(plain, name)),
                           "speculative": timing.percentiles(getattr(fast, name))} for name in ("ttft_ms", "itl_ms")}
@@ -184,14 +198,16 @@ class Evaluation:
             "schema": "drafthouse.report/1", "name": recipe.name,
             "target": {"model": recipe.target.model, "fingerprint": self.target.fingerprint(),
                        "layers": self.target.layers},
-            "drafter": {"kind": drafter.kind, "checkpoint": self.checkpoint.name,
+            "drafter": {"kind": drafter.kind, "checkpoint": self.opened.folder.name if self.opened.folder else "",
                         "parameters": sum(p.numel() for p in drafter.parameters()),
                         "draft_vocab_size": int(drafter.t2d.sum()), "options": drafter.meta()["options"]},
             "stack": {"versions": origin["versions"], "dtype": recipe.target.dtype, "device": str(self.target.device),
                       "threads": torch.get_num_threads(), "git": git_revision(), "time": origin["time"],
                       "OMP_WAIT_POLICY": origin["machine"]["OMP_WAIT_POLICY"],
                       "load_1m": origin["machine"]["load_1m"]},
-            "settings": {"draft_length": section.draft_length, "temperature": 0.0, "max_tokens": section.max_tokens,
+            "settings": {"draft_length": self.plan.depth, "plan": described(self.plan),
+                         "plan_reason": self.reason, "temperature": 0.0,
+                         "max_tokens": section.max_tokens,
                          "batch_size": section.batch_size, "prompts": section.prompts,
                          "prompts_sha256": self.prompts_sha256, "prompt_ids_sha256": sha256_json(self.ids),
                          "seed": section.seed, "key": self.key()},
@@ -216,7 +232,8 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     report = None if "again" in switches else evaluation.finished()
     if report is None:
         report = evaluation.run()
-        write_report(report, read_curve(evaluation.folder), evaluation.folder / "eval")
+        curve = read_curve(evaluation.folder) if evaluation.opened.folder else []
+        write_report(report, curve, evaluation.folder / "eval")
     for line in summary_lines(report):
         print(line)
     print(f"report: {evaluation.folder / 'eval' / 'report.html'}")

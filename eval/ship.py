@@ -16,6 +16,7 @@ from data.reader import open_manifest
 from drafters import checkpoint
 from drafters.export.write import export_native
 from drafters.placement import on_one_process
+from drafters.registry import require_training
 from drafters.target import Target
 from eval.decode import Decoder
 from eval.metrics import Acceptance
@@ -62,6 +63,7 @@ def export(recipe: Recipe, folder: Path, layout: str, target: Target, layers: li
     """Writes and proves one layout; does nothing where the same checkpoint was exported and proven before."""
     if layout not in WRITERS:
         raise ConfigError(f"export.formats: {layout!r}: unknown; known layouts: {', '.join(WRITERS)}")
+    require_training(recipe.drafter.kind)
     source = checkpoint.chosen(recipe.drafter.path, folder)
     weights = source / checkpoint.WEIGHTS
     if not weights.is_file():

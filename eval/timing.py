@@ -15,6 +15,7 @@ import torch
 from drafters.base import Drafter
 from drafters.fast_cpu import GROUPED
 from drafters.target import Target
+from drafters.tree import Plan, planned
 from eval.decode import Decoder, Output
 
 PLAIN, SPECULATIVE, TRANSFORMERS = "drafthouse plain loop", "speculative", "transformers generate"
@@ -43,7 +44,7 @@ class Timing:
             self.itl_ms += [(now - before) * 1e3 / n] * n
 
 
-def interleaved(target: Target, drafter: Drafter, prompts: list[list[int]], K: int, max_tokens: int,
+def interleaved(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan | int, max_tokens: int,
                 progress: Callable[[], None]) -> dict[str, Timing]:
     """Times every prompt with each engine in turn; the first prompt runs once before, uncounted."""
     decoder = Decoder(target, max_tokens)
@@ -56,7 +57,7 @@ def interleaved(target: Target, drafter: Drafter, prompts: list[list[int]], K: i
             elif name == PLAIN:
                 out = decoder.plain([prompt])[0]
             else:
-                out = decoder.speculative([prompt], drafter, K)[0]
+                out = decoder.speculative([prompt], drafter, plan)[0]
             if not warm:
                 timing.add(began, out)
         progress()
@@ -92,29 +93,35 @@ def medians_in_turns(works: dict[str, Callable[[], Any]], repeats: int = 15) -> 
 
 
 @torch.inference_mode()
-def step_times(target: Target, drafter: Drafter, context: int, K: int) -> dict[str, float]:
-    """Milliseconds, outside the loop at batch 1: one plain target pass, one verification of K+1, one draft step."""
-    device = target.device
-    cache = target.new_cache(1, context + K + 1)
+def step_times(target: Target, drafter: Drafter, context: int, plan: Plan | int) -> dict[str, float]:
+    """Milliseconds, outside the loop at batch 1: one plain target pass, one verification of a whole draft and the last
+    token, one level of drafting."""
+    device, plan = target.device, planned(plan)
+    width = plan.nodes + 1
+    cache = target.new_cache(1, context + width)
     ids = torch.ones(1, context, dtype=torch.long, device=device)
     positions = torch.arange(context, device=device)[None]
     states = target.forward(ids, positions, cache, logits=False)
-    ahead = context + torch.arange(K + 1, device=device)[None]
-    session = drafter.session(1, context + 2 * K + 2)
+    block = torch.ones(1, width, dtype=torch.long, device=device)
+    ahead = context + torch.arange(width, device=device)[None]
+    session = drafter.session(1, context + width + plan.room + 2)
+    session.begin([[1] * context])
     session.observe(states.taps, ids, positions, torch.tensor([context - 1], device=device))
-    session.propose(K)
-    verified = target.forward(ids[:, : K + 1], ahead, cache)
+    session.propose(plan)
+    verified = target.forward(block, ahead, cache)
+    path = slice(0, plan.depth + 1)
+    taps = None if verified.taps is None else verified.taps[:, path]
 
     def cycle() -> None:
-        session.observe(verified.taps, ids[:, : K + 1], ahead, torch.tensor([1], device=device))
-        session.propose(K)
+        session.observe(taps, block[:, path], ahead[:, path], torch.tensor([1], device=device))
+        session.propose(plan)
 
     times = medians_in_turns({
-        "target_step_ms": lambda: target.forward(ids[:, :1], ahead[:, :1], cache),
-        "verify_ms": lambda: target.forward(ids[:, : K + 1], ahead, cache),
+        "target_step_ms": lambda: target.forward(block[:, :1], ahead[:, :1], cache),
+        "verify_ms": lambda: target.forward(block, ahead, cache),
         "draft_step_ms": cycle,
     })
-    return times | {"draft_step_ms": times["draft_step_ms"] / K}
+    return times | {"draft_step_ms": times["draft_step_ms"] / plan.depth}
 
 
 def predict(E: float, steps: dict[str, float], K: int) -> float:
@@ -145,13 +152,13 @@ def percentiles(values: list[float]) -> dict[str, Any]:
     return out
 
 
-def by_batch(target: Target, drafter: Drafter, prompts: list[list[int]], K: int, max_tokens: int, size: int,
-             ) -> dict[str, float]:
+def by_batch(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan | int, max_tokens: int,
+             size: int) -> dict[str, float]:
     """Plain and speculative tokens per second with `size` prompts decoded together, prefill included."""
     decoder = Decoder(target, max_tokens)
     rates = {}
     for name, work in (("baseline_tok_s", lambda: decoder.plain(prompts[:size])),
-                       ("speculative_tok_s", lambda: decoder.speculative(prompts[:size], drafter, K))):
+                       ("speculative_tok_s", lambda: decoder.speculative(prompts[:size], drafter, plan))):
         began = time.perf_counter()
         outputs = work()
         rates[name] = sum(len(o.tokens) for o in outputs) / (time.perf_counter() - began)

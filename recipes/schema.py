@@ -199,10 +199,28 @@ class Train:
 
 
 @dataclass
+class Tree:
+    """The shape of draft trees (docs/decoding.md)."""
+
+    depth: NonNegativeInt = opt(0, "levels of EAGLE-2's dynamic tree; 0: a chain of eval.draft_length, or "
+                                   "eval.tree.paths")
+    top_k: PositiveInt = opt(4, "dynamic tree: tokens guessed behind each node, and nodes of a level that are gone on "
+                                "from")
+    total: PositiveInt = opt(24, "dynamic tree: most probable nodes, which the target verifies")
+    paths: list[Annotated[list[NonNegativeInt], Field(min_length=1)]] = opt(
+        [], "a static tree: of each node the ranks of the guesses that lead to it, e.g. [[0], [1], [0, 0]]")
+
+
+@dataclass
 class Eval:
     prompts: str = opt("builtin", "builtin, or a JSONL file of `messages` or `prompt`")
     limit: NonNegativeInt = opt(0, "first N prompts of every kind; 0 is all")
     draft_length: PositiveInt = opt(4, "K: tokens drafted a cycle")
+    tree: Tree = field(default_factory=Tree)
+    choose: Literal["given", "chain", "tree"] = opt(
+        "given", "given: draft as the fields say; chain, tree: the fastest by measured costs and ranks, chains up to "
+                 "eval.draft_length, trees up to eval.tree.total nodes and eval.tree.top_k guesses (docs/decoding.md)")
+    confidence: Share = opt(0.0, "a chain ends behind a token that is less probable under the drafter; 0 is off")
     max_tokens: PositiveInt = opt(64, "longest answer, in tokens")
     batch_size: PositiveInt = opt(16, "rows decoded together where acceptance is counted")
     lossless_prompts: PositiveInt = opt(24, "prompts whose greedy text is compared with plain decoding")

@@ -3,15 +3,18 @@
 V vocabulary, B rows, q tokens a row, W columns of the cache.
 """
 
+import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafters.base import Draft
 from drafters.eagle3 import Eagle3, Options, Shape
+from drafters.growth import growth
 from drafters.target import Prefix, States
+from drafters.tree import Draft, Plan, planned
+from drafters.visible import Branches
 
 
 class TokenCache:
@@ -23,9 +26,18 @@ class TokenCache:
     def keep(self, rows: Tensor) -> None:
         self.tokens = self.tokens[rows]
 
+    def join(self, other: "TokenCache") -> None:
+        self.tokens = torch.cat([self.tokens, other.tokens])
+
+    def move(self, sources: Tensor, places: Tensor) -> None:
+        self.tokens.scatter_(1, places, self.tokens.gather(1, sources))
+
 
 class RuleTarget:
-    """rule(seen [B, W], positions [B, q]) -> logits [B, q, V]; `seen` is what the cache holds, not what was meant."""
+    """rule(seen [B, W], positions [B, q]) -> logits [B, q, V]; `seen` is what the cache holds, not what was meant.
+
+    A token of a draft tree is a row of its own there (q is 1), which holds at their positions the tokens that it sees.
+    """
 
     device, dtype, layers = torch.device("cpu"), torch.float64, [0]
 
@@ -42,36 +54,61 @@ class RuleTarget:
         return Prefix()
 
     def forward(self, ids: Tensor, positions: Tensor, cache: TokenCache, rows: Tensor | None = None,
-                logits: bool = True) -> States:
-        cache.tokens[torch.arange(len(ids))[:, None], positions] = ids
-        out = self.rule(cache.tokens, positions)
+                logits: bool = True, branches: Branches | None = None) -> States:
+        columns = positions if branches is None else branches.columns
+        cache.tokens[torch.arange(len(ids))[:, None], columns] = ids
+        if branches is None:
+            out = self.rule(cache.tokens, positions)
+        else:
+            out = torch.cat([self.behind(cache, positions, branches, i) for i in range(ids.shape[1])], dim=1)
         return States(out, torch.zeros(*ids.shape, 1), out)
+
+    def behind(self, cache: TokenCache, positions: Tensor, branches: Branches, i: int) -> Tensor:
+        """Logits [B, 1, V] behind the i-th token of each row."""
+        seen = cache.tokens.clone()
+        for b, (columns, path) in enumerate(zip(branches.columns, branches.sees[:, i])):
+            seen[b, columns[0] :] = -1
+            seen[b, positions[b, path]] = cache.tokens[b, columns[path]]
+        return self.rule(seen, positions[:, i : i + 1])
 
 
 class RuleDrafter:
-    """rule(row, position of the last token, step) -> distribution over V. Rows keep their first number."""
+    """rule(row, position of the last token, step) -> distribution over V, the same behind every token of a level. A
+    row's number is its prompt's among `prompts` (None: its place in the first batch)."""
 
-    def __init__(self, rule: Callable[[int, int, int], Tensor]) -> None:
-        self.rule = rule
+    def __init__(self, rule: Callable[[int, int, int], Tensor], prompts: list[list[int]] | None = None) -> None:
+        self.rule, self.prompts = rule, prompts
         self.starts: list[list[int]] = []  # for each proposal, the last observed position of each row
 
     def session(self, rows: int, capacity: int) -> "RuleDrafter":
-        self.rows = list(range(rows))
-        return self
+        other = copy.copy(self)
+        other.rows = list(range(rows))
+        return other
+
+    def begin(self, prompts: list[list[int]]) -> None:
+        if self.prompts is not None:
+            self.rows = [self.prompts.index(prompt) for prompt in prompts]
 
     def observe(self, taps: Tensor, tokens: Tensor, positions: Tensor, last: Tensor) -> None:
         self.last = positions.gather(1, last[:, None])[:, 0]
 
-    def propose(self, K: int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
+    def propose(self, plan: Plan | int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
+        plan = planned(plan)
         self.starts.append(self.last.tolist())
-        q = torch.stack([torch.stack([self.rule(r, t + 1, k) for k in range(K)])
-                         for r, t in zip(self.rows, self.last.tolist())])  # [B, K, V]
-        if sample is None:
-            return Draft(q.argmax(-1))
-        return Draft(torch.stack([sample(q[:, k]) for k in range(K)], dim=1), q)
+        q = torch.stack([torch.stack([self.rule(r, t + 1, k) for k in range(plan.depth)])
+                         for r, t in zip(self.rows, self.last.tolist())])  # [B, D, V]
+        V = q.shape[-1]
+        grown = growth(plan, len(q), torch.arange(V), V, sample)
+        p, step = 1, 0
+        while not grown.take(q[:, step : step + 1].log().expand(-1, p, -1)):
+            p, step = grown.frontier.shape[1], step + 1
+        return grown.draft()
 
     def keep(self, rows: Tensor) -> None:
         self.rows, self.last = [self.rows[r] for r in rows.tolist()], self.last[rows]
+
+    def join(self, other: "RuleDrafter") -> None:
+        self.rows, self.last = self.rows + other.rows, torch.cat([self.last, other.last])
 
 
 def oracle(prompts: list[list[int]], answers: list[list[int]], vocab: int,
@@ -83,7 +120,7 @@ def oracle(prompts: list[list[int]], answers: list[list[int]], vocab: int,
         token = known[place] if place < len(known) else 0
         return torch.eye(vocab)[(token + 1) % vocab if place >= len(known) or wrong(row, place) else token]
 
-    return RuleDrafter(rule)
+    return RuleDrafter(rule, prompts)
 
 
 def counting_llama(vocab: int, layers: int = 8) -> LlamaForCausalLM:

@@ -4,10 +4,17 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from data import sampling
-from data.sampling import Sampling, draw, nucleus_floor, probabilities, row_generator
+from data.sampling import Sampling, draw, nucleus_floor, penalised, probabilities, row_generator
 from recipes.errors import ConfigError
 
 UNIT = 64  # probabilities are multiples of 1/64: sums are exact in float64, and p often falls on one
@@ -22,17 +29,26 @@ def exact_probabilities(draw_value) -> list[int]:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), vocab=st.sampled_from([5, 64, 700]), temperature=st.floats(0.2, 3.0),
-       top_k=st.sampled_from([0, 1, 4, 50, 700]), top_p=st.floats(0.05, 1.0))
-def test_probabilities_equal_transformers_warpers(seed, vocab, temperature, top_k, top_p):
-    """Temperature, then top-k, then top-p, exactly as transformers' own warpers define them."""
-    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+       top_k=st.sampled_from([0, 1, 4, 50, 700]), top_p=st.floats(0.05, 1.0), min_p=st.sampled_from([0.0, 0.05, 0.6]),
+       penalty=st.sampled_from([1.0, 1.3, 0.8]))
+def test_probabilities_equal_transformers_warpers(seed, vocab, temperature, top_k, top_p, min_p, penalty):
+    """Repetition penalty, temperature, top-k, top-p, min-p, exactly as transformers' own processors define them."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, vocab, generator=g, dtype=torch.float64)
+    ids = torch.randint(0, vocab, (3, 7), generator=g)
+    seen = torch.zeros(3, vocab, dtype=torch.bool).scatter_(1, ids, True)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if penalty != 1.0:
+        warpers.insert(0, RepetitionPenaltyLogitsProcessor(penalty))
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
-    expected = warpers(None, logits.clone()).softmax(-1)
-    torch.testing.assert_close(probabilities(logits, Sampling(temperature, top_k, top_p)), expected)
+    if min_p:
+        warpers.append(MinPLogitsWarper(min_p))
+    expected = warpers(ids, logits.clone()).softmax(-1)
+    settings = Sampling(temperature, top_k, top_p, min_p, penalty)
+    torch.testing.assert_close(probabilities(penalised(logits, penalty, seen), settings), expected)
 
 
 def test_probabilities_are_float32_for_half_precision_logits():
@@ -96,13 +112,26 @@ def test_settings_without_a_distribution_are_refused(values):
         Sampling(*values)
 
 
+@pytest.mark.parametrize("values", [{"min_p": -0.1}, {"min_p": 1.1}, {"repetition_penalty": 0.0}])
+def test_processors_without_a_distribution_are_refused(values):
+    with pytest.raises(ConfigError, match="min_p = .*repetition_penalty = "):
+        Sampling(1.0, **values)
+
+
+def test_sample_refuses_what_it_cannot_know():
+    """A repetition penalty would be ignored where no earlier tokens are known."""
+    with pytest.raises(ValueError, match="knows no earlier tokens"):
+        sampling.sample(torch.zeros(1, 4), Sampling(1.0, repetition_penalty=1.2), torch.tensor([0.5]))
+
+
 @pytest.mark.parametrize("head", [2, 8, 64])
-@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (0, 0.7), (3, 1.0), (3, 0.8), (20, 0.9)])
-def test_sample_follows_probabilities(head, top_k, top_p, monkeypatch):
+@pytest.mark.parametrize("top_k, top_p, min_p", [(0, 1.0, 0.0), (0, 0.7, 0.0), (3, 1.0, 0.0), (3, 0.8, 0.0),
+                                                 (20, 0.9, 0.0), (0, 0.9, 0.2)])
+def test_sample_follows_probabilities(head, top_k, top_p, min_p, monkeypatch):
     """Over an even grid of uniforms each token is drawn in proportion to its exact probability, on both paths."""
     monkeypatch.setattr(sampling, "HEAD", head)
     logits = torch.randn(1, 24, generator=torch.Generator().manual_seed(4)) * 2
-    setting, n = Sampling(0.9, top_k, top_p), 20000
+    setting, n = Sampling(0.9, top_k, top_p, min_p), 20000
     tokens = sampling.sample(logits.expand(n, -1), setting, (torch.arange(n) + 0.5) / n)
     shares = torch.bincount(tokens, minlength=24) / n
     torch.testing.assert_close(shares, probabilities(logits, setting)[0], atol=2 / n, rtol=0)

@@ -119,8 +119,7 @@ def test_acceptance_and_residual_add_up_to_p(p, q):
     """Leviathan et al.: min(p, q) + (1 - sum of it) * residual = p, for every p and q; disjoint and equal ones too."""
     target, draft = table(*p), table(*q)
     kept = torch.minimum(target, draft)
-    proposal = Draft(torch.tensor([[0]]), draft[None, None])
-    rest = residual(target[None], proposal, torch.tensor([0]), torch.tensor([True]))
+    rest = residual(target[None], torch.tensor([0]), draft[None])
     torch.testing.assert_close(kept + (1 - kept.sum()) * rest[0], target)
 
 
@@ -137,19 +136,25 @@ def test_disjoint_and_equal_drafts():
 
 def test_rejected_with_nothing_left_draws_from_p():
     """Where rounding leaves p <= q everywhere, the residual is p itself, not 0/0."""
-    p, q = table(1, 1, 2, 0)[None], table(1, 1, 2, 0)[None, None] * 1.0001
-    rest = residual(p, Draft(torch.tensor([[2]]), q), torch.tensor([0]), torch.tensor([True]))
+    p, q = table(1, 1, 2, 0)[None], table(1, 1, 2, 0)[None] * 1.0001
+    rest = residual(p, torch.tensor([2]), q)
     torch.testing.assert_close(rest, p)
 
 
-def test_residual_takes_each_rows_own_place():
+def test_residual_takes_each_rows_own_place(monkeypatch):
     """Rows that stopped at different places, with an accepted one between them, keep their own p and q."""
     q = torch.stack([torch.stack([table(8, 0, 0, 0), table(0, 8, 0, 0)]), torch.stack([table(0, 0, 8, 0)] * 2),
                      torch.stack([table(0, 0, 0, 8), table(4, 4, 0, 0)])])
     draft = Draft(torch.tensor([[0, 1], [2, 2], [3, 0]]), q)
-    rest = residual(torch.stack([table(1, 1, 1, 1), table(1, 1, 1, 1)]), draft, torch.tensor([1, 2, 0]),
-                    torch.tensor([True, False, True]))
-    torch.testing.assert_close(rest, torch.stack([table(1, 0, 1, 1), table(1, 1, 1, 0)]))
+    p = torch.stack([torch.stack([table(8, 0, 0, 0), table(1, 1, 1, 1), table(1, 0, 0, 0)]),
+                     torch.stack([table(0, 0, 8, 0), table(0, 0, 8, 0), table(0, 1, 0, 1)]),
+                     torch.stack([table(1, 1, 1, 1), table(1, 0, 0, 0), table(1, 0, 0, 0)])])
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full((3, 3), 0.9, dtype=torch.float64))
+    given = []
+    monkeypatch.setattr(module, "draw", lambda rest, points: given.append(rest) or torch.zeros(3, dtype=torch.long))
+    verdict = verify_sampled(p, draft, None)
+    assert verdict.accepted.tolist() == [1, 2, 0] and verdict.rejected.tolist() == [True, False, True]
+    torch.testing.assert_close(given[0], torch.stack([table(1, 0, 1, 1), table(0, 1, 0, 1), table(1, 1, 1, 0)]))
 
 
 def logits_for(rows: list[list[int]]) -> torch.Tensor:
@@ -165,7 +170,7 @@ def logits_for(rows: list[list[int]]) -> torch.Tensor:
 ])
 def test_greedy_by_hand(drafted, own, accepted, kept):
     """Accept while the draft is the target's argmax, then the target's own token."""
-    verdict = verify_greedy(logits_for([own]), torch.tensor([drafted]))
+    verdict = verify_greedy(logits_for([own]), Draft(torch.tensor([drafted])))
     assert verdict.accepted.tolist() == [accepted] and verdict.tokens[0, : accepted + 1].tolist() == kept
     again = verify(logits_for([own]), Draft(torch.tensor([drafted])), Sampling())
     assert torch.equal(again.tokens, verdict.tokens)
@@ -173,7 +178,8 @@ def test_greedy_by_hand(drafted, own, accepted, kept):
 
 def test_greedy_rows_are_independent():
     """A batch is judged row by row."""
-    verdict = verify_greedy(logits_for([[1, 2, 3], [1, 2, 3], [1, 2, 3]]), torch.tensor([[1, 2], [1, 0], [0, 2]]))
+    verdict = verify_greedy(logits_for([[1, 2, 3], [1, 2, 3], [1, 2, 3]]),
+                            Draft(torch.tensor([[1, 2], [1, 0], [0, 2]])))
     assert verdict.accepted.tolist() == [2, 1, 0]
 
 
@@ -187,7 +193,7 @@ def test_warpers_apply_to_p(sampling, expected, monkeypatch):
     """Temperature, top-k and top-p act on the target's distribution before any comparison with the draft."""
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64).log().expand(1, 2, V)
     seen = []
-    monkeypatch.setattr(module, "verify_sampled", lambda p, draft, generator: seen.append(p))
+    monkeypatch.setattr(module, "verify_sampled", lambda p, *rest: seen.append(p))
     verify(logits, Draft(torch.tensor([[3]])), sampling)
     torch.testing.assert_close(seen[0][0, 0], torch.tensor(expected, dtype=torch.float64))
 

@@ -17,7 +17,7 @@ from data.batching import plan_for
 from data.reader import RowReader, open_rows, with_states
 from drafters.initial import begin
 from drafters.placement import on_one_process
-from drafters.registry import options_of
+from drafters.registry import options_of, require_training
 from drafters.target import Target
 from drafters.tensor_parallel import ShardedTarget
 from recipes.cli import Command, process, run_dir
@@ -86,6 +86,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:
+    require_training(recipe.drafter.kind)
     options_of(recipe.drafter.kind, recipe.drafter.options)  # a wrong one is named before the target is loaded
     accelerator = start(recipe.train, None if recipe.train.tracker == "none" else recipe.train.tracker)
     optim.check(recipe.train, accelerator.distributed_type)
