@@ -33,6 +33,7 @@ class Output:
     times: list[tuple[float, int]] = field(default_factory=list)
     drafts: list[tuple[int, int]] = field(default_factory=list)  # (context length, accepted)
     rejected: list[int] = field(default_factory=list)  # target tokens at which a draft was rejected
+    refused: list[int] = field(default_factory=list)  # and the drafted tokens there
 
     def take(self, tokens: list[int], end_ids: set[int], max_tokens: int, now: float) -> bool:
         """Keeps tokens up to the first end token or the limit, whichever comes first; True where that ends the row."""
@@ -129,13 +130,14 @@ class Decoder:
         verdict = verify(states.logits, draft, self.sampling, self.generator)
         session.observe(states.taps, verdict.tokens, positions, verdict.accepted)
         now = time.perf_counter()
-        accepted = verdict.accepted.tolist()
+        accepted, drafted = verdict.accepted.tolist(), draft.tokens.tolist()
         for b, (index, tokens) in enumerate(zip(rows.index, verdict.tokens.tolist())):
             out, n = outputs[index], accepted[b]
             out.acceptance.add(n)
             out.drafts.append((int(rows.length[b]) + 1, n))
             if n < K:
                 out.rejected.append(tokens[n])
+                out.refused.append(drafted[b][n])
             out.passes += 1
             out.take(tokens[: n + 1], self.end_ids, self.max_tokens, now)
         rows.last = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]

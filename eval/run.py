@@ -5,81 +5,33 @@ Run as `python -m eval.run --config RECIPE`. Writes runs/<name>/eval/report.json
 
 import json
 import resource
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from data.chat import prompt_ids
-from data.prompts import Prompt, evaluation_prompts
+from data.evalsets import Questions, read_sets
 from drafters import checkpoint
-from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
 from drafters.target import Target, require_chat_template
-from eval import timing
+from eval import breakdown, timing
 from eval.decode import Decoder, Output
+from eval.figures import arrivals, by_set, per_pass, spread, statistics
 from eval.lossless import compare_greedy, sampling_report
-from eval.metrics import Acceptance, bootstrap, repeated_share
+from eval.rejections import entropy_figures, frequent
 from eval.report import summary_lines, write_report
+from eval.rows import Asking, Row
 from eval.verdict import decide
 from recipes.cli import Command, process, run_dir
-from recipes.errors import ConfigError, RunError
-from recipes.files import sha256_file, sha256_json
+from recipes.errors import RunError
+from recipes.files import sha256_file, sha256_json, write_text
 from recipes.provenance import git_revision, stamp
 from recipes.schema import Recipe
-
-BUCKETS = [0, 512, 2048, 8192, 32768, 131072]
-REPETITIVE = 0.2  # share of an answer inside repeated 8-grams above which it counts as repetitive
-
-
-def spread(prompts: list[Prompt], count: int) -> list[int]:
-    """`count` indices spread evenly over the prompts, so that every kind is met."""
-    count = min(count, len(prompts))
-    return [i * len(prompts) // count for i in range(count)]
-
-
-def statistics(outputs: list[Output], K: int, drafter: Drafter, seed: int) -> dict[str, Any]:
-    """The report's block for a set of answers; definitions in docs/report.md."""
-    total = sum((o.acceptance for o in outputs), Acceptance(K))
-    accepted = np.array([sum(o.acceptance.accepted) for o in outputs], dtype=float)
-    drafts = np.array([o.acceptance.drafts for o in outputs], dtype=float)
-    ci95 = [1 + x for x in bootstrap(accepted, drafts, seed)] if len(outputs) > 1 else [1.0, float(K + 1)]
-    rejected = [t for o in outputs for t in o.rejected]
-    outside = sum(not bool(drafter.t2d[t]) for t in rejected)
-    shares = [repeated_share(o.tokens) for o in outputs]
-    tokens = sum(len(o.tokens) for o in outputs)
-    fresh = [o for o, share in zip(outputs, shares) if share <= REPETITIVE]
-    return {
-        "prompts": len(outputs), "tokens": tokens, "drafts": total.drafts,
-        "acceptance": {"rate": total.rate, "mean_length": total.mean_length, "per_position": total.per_position,
-                       "by_context_bucket": by_context(outputs), "ci95": ci95},
-        "tokens_per_target_pass": per_pass(outputs), "target_passes": sum(o.passes for o in outputs),
-        "repetition": {"share": sum(s * len(o.tokens) for s, o in zip(shares, outputs)) / max(tokens, 1),
-                       "tokens_per_target_pass_without": per_pass(fresh) if fresh else None},
-        "vocabulary_misses": {"rejections": len(rejected), "outside_draft_vocabulary": outside,
-                              "share": outside / len(rejected) if rejected else None},
-    }
-
-
-def per_pass(outputs: list[Output]) -> float:
-    """Kept tokens over the target's decode passes; the first token of each answer comes from the prefill."""
-    passes = sum(o.passes for o in outputs)
-    return sum(len(o.tokens) - 1 for o in outputs) / passes if passes else 1.0
-
-
-def by_context(outputs: list[Output]) -> list[dict[str, Any]]:
-    """Mean acceptance length of the drafts that began within each context length."""
-    found: dict[int, list[int]] = {}
-    for context, accepted in (d for o in outputs for d in o.drafts):
-        found.setdefault(max(b for b in BUCKETS if b <= context), []).append(accepted)
-    ends = dict(zip(BUCKETS, [*BUCKETS[1:], 1 << 30]))
-    return [{"from": b, "to": ends[b], "drafts": len(v), "mean_length": 1 + sum(v) / len(v)}
-            for b, v in sorted(found.items())]
 
 
 class Evaluation:
@@ -88,27 +40,41 @@ class Evaluation:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.section = recipe, recipe.eval
         self.folder = run_dir(recipe)
-        self.prompts, self.prompts_sha256 = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
+        self.sets = read_sets(recipe.eval, self.folder / "eval" / "sets", recipe.prompts.max_bad_share)
         self.target = Target(on_one_process(recipe.target), recipe.trace.layers)
         require_chat_template(self.target)
         self.checkpoint = checkpoint.chosen(recipe.drafter.path, self.folder)
         self.drafter = checkpoint.load(self.checkpoint, self.target)
         if self.target.grouped:
             use_skinny_linear(self.drafter)
-        self.ids = [prompt_ids(self.target.tokenizer, p.messages, p.tools) for p in self.prompts]
         room = self.target.max_length - self.section.max_tokens - self.section.draft_length - 1
-        for prompt, ids in zip(self.prompts, self.ids):
-            if len(ids) > room:
-                raise ConfigError(f"evaluation prompt {prompt.id}: {len(ids)} tokens, "
-                                  f"the target's context leaves {room}")
+        self.asking = Asking(self.target, self.sets, room, strict=not recipe.eval.sets)
+        self.rows = self.asking.first()
         self.console = Console(stderr=True)
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                             console=self.console)
 
+    @property
+    def ids(self) -> list[list[int]]:
+        return [row.ids for row in self.rows]
+
+    @property
+    def vocabulary(self) -> torch.Tensor | None:
+        """[V] bool: tokens that the drafter can propose; None is all of them."""
+        return getattr(self.drafter, "t2d", None)
+
     def key(self) -> str:
         """Digest of all that decides the figures, times aside: what a finished evaluation is recognised by."""
         weights = sha256_file(self.checkpoint / checkpoint.WEIGHTS)
-        return sha256_json([weights, asdict(self.section), self.prompts_sha256, self.target.fingerprint()])
+        section = {k: v for k, v in asdict(self.section).items() if k != "tracker"}
+        return sha256_json([weights, section, self.prompts_sha256, self.target.fingerprint()])
+
+    @property
+    def prompts_sha256(self) -> str:
+        """Checksum of the set's file; of several sets, of all their checksums."""
+        if len(self.sets) == 1:
+            return self.sets[0].sha256
+        return sha256_json({one.name: one.sha256 for one in self.sets})
 
     def finished(self) -> dict[str, Any] | None:
         """The report of the same evaluation, where it was made before."""
@@ -121,42 +87,96 @@ class Evaluation:
     def run(self) -> dict[str, Any]:
         section, K = self.section, self.section.draft_length
         with self.bar:
-            outputs = self.decode("accept  ", range(len(self.ids)), speculative=True)
-            chosen = spread(self.prompts, section.lossless_prompts)
-            plain = self.decode("lossless", chosen, speculative=False)
+            outputs = self.answers()
+            chosen = spread(self.rows, section.lossless_prompts)
+            plain = self.decode("lossless", [self.rows[i] for i in chosen], speculative=False)
             greedy = compare_greedy(self.target, [self.ids[i] for i in chosen], plain,
                                     [outputs[i] for i in chosen], section.gap_tolerance)
             sampling = sampling_report(self.target, self.drafter,
-                                       [self.ids[i] for i in spread(self.prompts, section.sampling_contexts)],
+                                       [self.ids[i] for i in spread(self.rows, section.sampling_contexts)],
                                        section.sampling_draws, section.seed)
-            speed, latency = self.speed()
-        total = statistics(outputs, K, self.drafter, section.seed)
-        total |= {"lossless": {"greedy": greedy, "sampling": sampling}, "speed": speed, "latency": latency,
-                  "memory": {"peak_bytes": peak_bytes()}}
-        kinds = dict.fromkeys(p.kind or "all" for p in self.prompts)
-        sets = {kind: statistics([o for o, p in zip(outputs, self.prompts) if (p.kind or "all") == kind], K,
-                                 self.drafter, section.seed) for kind in kinds}
-        return self.head() | {"total": total, "sets": sets, "verdict": decide(total, sets)}
+            rejections = self.rejections(outputs)
+            speed, latency, timed = self.speed()
+        total = statistics(self.rows, outputs, K, self.vocabulary, section.seed)
+        total |= {"rejections": rejections, "lossless": {"greedy": greedy, "sampling": sampling}, "speed": speed,
+                  "latency": latency, "memory": {"peak_bytes": peak_bytes()}}
+        sets = by_set(self.rows, outputs, K, self.vocabulary, section.seed)
+        for one in self.sets:
+            sets[one.name] |= self.origin(one)
+        self.write_sent()
+        return self.head() | {"total": total, "sets": sets, "prompts": self.records(outputs, timed),
+                              "verdict": decide(total, sets)}
 
-    def decode(self, name: str, chosen, speculative: bool) -> list[Output]:
-        """Greedy answers to the chosen prompts, in batches of similar length; results in the order given."""
+    def answers(self) -> list[Output]:
+        """Answers to all rows; the rows of further turns are added behind them."""
+        outputs: list[Output] = []
+        fresh = self.rows
+        while fresh:
+            done = self.decode("accept  ", fresh, speculative=True)
+            outputs += done
+            following = self.asking.following(fresh, done)
+            fresh = following
+            self.rows = [*self.rows, *following]
+        return outputs
+
+    def rejections(self, outputs: list[Output]) -> dict[str, Any]:
+        chosen = spread(self.rows, self.section.entropy_prompts)
+        decode = self.target.tokenizer.decode if self.section.texts else None
+        return {"entropy": entropy_figures(self.target, [self.rows[i] for i in chosen], [outputs[i] for i in chosen]),
+                "frequent": frequent(self.rows, outputs, decode)}
+
+    def origin(self, one: Questions) -> dict[str, Any]:
+        """What the set was made of, and what of it was not asked."""
+        rows = [row for row in self.rows if row.set == one.name]
+        found = {"origin": one.origin, "sha256": one.sha256, "questions": len({row.key for row in rows}),
+                 "dropped": dict(self.asking.dropped[one.name]),
+                 "turns_after_cut_answers": self.asking.cut[one.name],
+                 "untemplated": sum(not row.templated for row in rows)}
+        came = arrivals([row.question.arrival for row in rows if row.round == 0])
+        return found | ({"arrivals": came} if came else {})
+
+    def records(self, outputs: list[Output], timed: dict[int, dict[str, float]]) -> list[dict[str, Any]]:
+        """Counts of every answer, so that two reports can be compared prompt by prompt; texts only where asked for."""
+        found = []
+        for number, (row, output) in enumerate(zip(self.rows, outputs)):
+            record = {"set": row.set, "id": row.question.id, "category": row.question.category, "round": row.round,
+                      "ids_sha256": sha256_json(row.ids)[:16], "prompt_tokens": len(row.ids),
+                      "tokens": len(output.tokens), "passes": output.passes, "drafts": output.acceptance.drafts,
+                      "accepted": sum(output.acceptance.accepted)}
+            if self.section.texts:
+                record["prompt"] = self.target.tokenizer.decode(row.ids)
+                record["answer"] = self.target.tokenizer.decode(output.tokens)
+            found.append(record | timed.get(number, {}))
+        return found
+
+    def write_sent(self) -> None:
+        """eval/sent.jsonl: the exact ids sent, with the arrival times of a log (case 53)."""
+        lines = [json.dumps({"set": row.set, "id": row.question.id, "round": row.round,
+                             "arrival": row.question.arrival, "ids": row.ids}) for row in self.rows]
+        (self.folder / "eval").mkdir(exist_ok=True)
+        write_text(self.folder / "eval" / "sent.jsonl", "\n".join(lines) + "\n")
+
+    def decode(self, name: str, rows: list[Row], speculative: bool) -> list[Output]:
+        """Greedy answers to the rows, in batches of similar length; results in the order given."""
         section = self.section
         decoder = Decoder(self.target, section.max_tokens, seed=section.seed)
-        order = sorted(chosen, key=lambda i: len(self.ids[i]))
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
         task = self.bar.add_task(name, total=len(order))
         found: dict[int, Output] = {}
         for start in range(0, len(order), section.batch_size):
             part = order[start : start + section.batch_size]
-            rows = [self.ids[i] for i in part]
-            done = (decoder.speculative(rows, self.drafter, section.draft_length) if speculative
-                    else decoder.plain(rows))
+            ids = [rows[i].ids for i in part]
+            done = (decoder.speculative(ids, self.drafter, section.draft_length) if speculative
+                    else decoder.plain(ids))
             found |= dict(zip(part, done))
             self.bar.advance(task, len(part))
-        return [found[i] for i in chosen]
+        return [found[i] for i in range(len(rows))]
 
-    def speed(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def speed(self) -> tuple[dict[str, Any], dict[str, Any], dict[int, dict[str, float]]]:
+        """Speed, latency, and what was timed of each of these rows."""
         section, K = self.section, self.section.draft_length
-        rows = [self.ids[i] for i in spread(self.prompts, section.speed_prompts)]
+        chosen = spread(self.rows, section.speed_prompts)
+        rows = [self.ids[i] for i in chosen]
         task = self.bar.add_task("speed   ", total=len(rows) + 1)
         timings = timing.interleaved(self.target, self.drafter, rows, K, section.speed_tokens,
                                      lambda: self.bar.advance(task))
@@ -172,10 +192,11 @@ class Evaluation:
         speed = {"baseline_tok_s": timings[engine].tok_s, "baseline_engine": engine, "speculative_tok_s": fast.tok_s,
                  "speedup": ratio, "ci95": ci95, "predicted_speedup": timing.predict(per_pass(timed), steps, K),
                  "prompts": len(rows), "by_batch": [single, *batches], **steps,
+                 "cycle": breakdown.cycle(self.target, self.drafter, rows, K, section.speed_tokens),
                  "engines": {timing.PLAIN: plain.tok_s, timing.TRANSFORMERS: reference.tok_s}}
         latency = {name: {"baseline": timing.percentiles(getattr(plain, name)),
                           "speculative": timing.percentiles(getattr(fast, name))} for name in ("ttft_ms", "itl_ms")}
-        return speed, latency
+        return speed, latency, {i: one for i, one in zip(chosen, timing.each(timings[engine], fast))}
 
     def head(self) -> dict[str, Any]:
         recipe, section, drafter = self.recipe, self.section, self.drafter
@@ -192,9 +213,11 @@ class Evaluation:
                       "OMP_WAIT_POLICY": origin["machine"]["OMP_WAIT_POLICY"],
                       "load_1m": origin["machine"]["load_1m"]},
             "settings": {"draft_length": section.draft_length, "temperature": 0.0, "max_tokens": section.max_tokens,
-                         "batch_size": section.batch_size, "prompts": section.prompts,
+                         "batch_size": section.batch_size,
+                         "prompts": ", ".join(s.name for s in self.sets) if section.sets else section.prompts,
                          "prompts_sha256": self.prompts_sha256, "prompt_ids_sha256": sha256_json(self.ids),
-                         "seed": section.seed, "key": self.key()},
+                         "seed": section.seed, "turns": dict(Counter(str(row.round + 1) for row in self.rows)),
+                         "key": self.key()},
         }
 
 

@@ -15,7 +15,7 @@ from data.store import TraceReader
 from drafters import checkpoint, source
 from drafters.initial import begin, head_rows
 from eval.replay import replay
-from eval.report import plot_curve
+from eval.plots import plot_curve
 from recipes.errors import ConfigError
 from recipes.schema import Drafter
 from train import checkpoints

@@ -1,0 +1,113 @@
+"""`make eval` on several sets, end to end on a tiny target: what is asked, counted and written."""
+
+import json
+
+import pytest
+from evaluated import LOG, TURNS, evaluate, world
+from test_report import SCHEMA, violations
+from tiny import chat_tokenizer
+
+from data.chat import prompt_ids
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    recipe = world(tmp_path_factory.mktemp("eval"))
+    code, report = evaluate(recipe)
+    assert code == 0
+    return recipe, report
+
+
+@pytest.fixture(scope="module")
+def told(made):
+    """The same evaluation with eval.texts."""
+    code, report = evaluate(made[0], "--eval.texts", "true")
+    assert code == 0
+    return report
+
+
+def sent(recipe) -> list[dict]:
+    lines = (recipe.parent / "runs" / "tiny" / "eval" / "sent.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_real_report_follows_the_schema(made):
+    """docs/report.schema.json describes what is written, not only the sample of test_report."""
+    assert violations(made[1], SCHEMA) == []
+
+
+def test_every_question_counts_once(made):
+    """Case 66: each turn of each set is asked once; sets and categories add up to the total."""
+    _, report = made
+    assert {name: s["prompts"] for name, s in report["sets"].items()} == {"bench": 5, "log": 4}
+    assert report["sets"]["bench"]["questions"] == 3 and report["settings"]["turns"] == {"1": 7, "2": 2}
+    assert {c: s["prompts"] for c, s in report["sets"]["bench"]["categories"].items()} == {"writing": 2, "maths": 3}
+    for key in ("prompts", "tokens", "drafts", "target_passes"):
+        by_set = [s[key] for s in report["sets"].values()]
+        assert sum(by_set) == report["total"][key] == sum(
+            c[key] for s in report["sets"].values() for c in s["categories"].values())
+    assert len(report["prompts"]) == report["total"]["prompts"] == 9
+    assert sum(p["drafts"] for p in report["prompts"]) == report["total"]["drafts"]
+    accepted = sum(p["accepted"] for p in report["prompts"])
+    assert 1 + accepted / report["total"]["drafts"] == pytest.approx(report["total"]["acceptance"]["mean_length"])
+
+
+def test_second_turn_follows_the_targets_own_answer(made, told):
+    """MT-bench: the second prompt is the first, the target's answer, the second question, rendered as one chat; the
+    exact ids are stored (case 53)."""
+    rows = {(r["id"], r["round"]): r["ids"] for r in sent(made[0])}
+    answers = {(p["id"], p["round"]): p["answer"].removesuffix("<|im_end|>") for p in told["prompts"]}
+    for question in (TURNS[0], TURNS[2]):
+        name, (first, second) = str(question["question_id"]), question["turns"]
+        asked = [{"role": "user", "content": first}]
+        assert rows[name, 0] == prompt_ids(chat_tokenizer(), asked)
+        asked += [{"role": "assistant", "content": answers[name, 0]}, {"role": "user", "content": second}]
+        assert rows[name, 1] == prompt_ids(chat_tokenizer(), asked)
+    assert made[1]["sets"]["bench"]["turns_after_cut_answers"] <= 2
+
+
+def test_arrival_times_of_a_log_are_kept(made):
+    """Four requests, one every two seconds."""
+    recipe, report = made
+    assert report["sets"]["log"]["arrivals"] == {"requests": 4, "span_s": 6.0, "per_s": 0.5, "most_in_1_s": 1}
+    assert [r["arrival"] for r in sent(recipe) if r["set"] == "log"] == [float(row["timestamp"]) for row in LOG]
+
+
+def test_rejections_are_counted_without_texts(made):
+    """By default neither tokens' texts nor prompts are in the report."""
+    _, report = made
+    total, frequent = report["total"], report["total"]["rejections"]["frequent"]
+    assert frequent and all(entry.keys() == {"drafted", "wanted", "count", "share"} for entry in frequent)
+    assert sum(e["count"] for e in frequent) <= total["vocabulary_misses"]["rejections"]
+    assert all(e["drafted"] != e["wanted"] for e in frequent)
+    assert "prompt" not in report["prompts"][0] and "bob" not in json.dumps(report)
+    entropy = total["rejections"]["entropy"]
+    for side in ("accepted", "rejected"):
+        assert sum(row[side] for row in entropy["by_entropy"]) == entropy[side]["n"]
+
+
+def test_texts_only_when_asked_for(told):
+    """eval.texts brings prompts, answers, and examples of rejected tokens."""
+    assert violations(told, SCHEMA) == []
+    assert any("secret name bob" in p["prompt"] for p in told["prompts"])
+    example = told["total"]["rejections"]["frequent"][0]
+    assert example["examples"] and isinstance(example["wanted_text"], str)
+
+
+def test_cycle_adds_up(made):
+    """The parts of a cycle and the rest are the whole; at batch 1 every part takes time."""
+    cycle = made[1]["total"]["speed"]["cycle"]
+    parts = [cycle[f"{name}_ms"] for name in ("draft", "verify", "sample", "cache", "other")]
+    assert sum(parts) == pytest.approx(cycle["cycle_ms"]) and all(part > 0 for part in parts)
+    assert cycle["cycles"] > 5
+
+
+def test_untemplated_prompts_decide_nothing(made):
+    """Case 53: token ids that do not end as the template does are measured, and no release comes of them."""
+    recipe, _ = made
+    raw = recipe.parent / "raw.jsonl"
+    raw.write_text("".join(json.dumps({"id": f"i{n}", "prompt_ids": [5, 6, 7 + n]}) + "\n" for n in range(3)))
+    code, report = evaluate(recipe, "--eval.sets", json.dumps([{"path": str(raw)}]))
+    assert code == 0 and report["sets"]["raw"]["untemplated"] == 3
+    verdict = report["verdict"]
+    assert verdict["decision"] == "do not deploy" and "3 prompts are token ids" in verdict["reasons"][0]
