@@ -43,6 +43,33 @@ def draw(report: dict[str, Any], kinds: dict[str, Any], curve: list[dict[str, An
         }
 
 
+def draw_comparison(runs: list[dict[str, Any]]) -> dict[str, Markup]:
+    """Acceptance length and speedup of several runs with their intervals; `runs` as in compare.json."""
+    with matplotlib.rc_context(STYLE):
+        return {"length": plot_runs([(r["label"], r["mean_length"], r["ci95"]) for r in runs], "length",
+                                    "Mean acceptance length (tokens per draft)"),
+                "speedup": plot_runs([(r["label"], r["speedup"], r["speedup_ci95"]) for r in runs], "speedup",
+                                     "Speedup (ratio)")}
+
+
+def plot_runs(rows: list[tuple[str, float, list[float]]], name: str, label: str) -> Markup:
+    """A value with its interval for each run; a dashed line at the first."""
+    figure, axes = _figure(max(1.6, 0.36 * len(rows) + 0.8))
+    for y, (_, value, bounds) in enumerate(rows):
+        colour = GREY if y == 0 else BLUE
+        axes.hlines(y, *bounds, color=colour, linewidth=2.2)
+        axes.plot(value, y, "o", color=colour, markersize=6)
+        axes.annotate(f"{value:.2f}", (bounds[1], y), (6, 0), textcoords="offset points", va="center",
+                      bbox=BEHIND_LABEL)
+    axes.axvline(rows[0][1], color=GREY, **DASHED)
+    low, high = min(b[0] for _, _, b in rows), max(b[1] for _, _, b in rows)
+    room = 0.2 * (high - low) + 0.02
+    axes.set(xlim=(min(low, 1) - room / 4, high + room), ylim=(len(rows) - 0.5, -0.5), xlabel=label)
+    axes.set_yticks(range(len(rows)), [_shortened(row[0]) for row in rows])
+    axes.grid(axis="x")
+    return _svg(figure, name, f"{label}: " + ", ".join(f"{run} {value:.2f}" for run, value, _ in rows))
+
+
 def plot_positions(per_position: list[float], height: float) -> Markup:
     """Bars of the cumulative acceptance at draft positions 1..K, per cent of drafts; `height` in inches."""
     figure, axes = _figure(height)

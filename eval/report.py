@@ -72,7 +72,8 @@ def page(template: str, **values: Any) -> str:
     """A page of this folder's template, everything escaped."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
                               undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(fixed=fixed, percent=percent, interval=interval, counted=counted, plain=plain, quoted=quoted)
+    environment.filters.update(fixed=fixed, percent=percent, interval=interval, counted=counted, plain=plain,
+                               quoted=quoted)
     return environment.get_template(template).render(**values)
 
 
