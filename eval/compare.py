@@ -14,6 +14,7 @@ from eval.earlier import check_origins, read_report
 from eval.paired import DRAWS, METRICS, conclusion, conversations, holm, judge
 from eval.plots import draw_comparison
 from eval.report import check_finite, page
+from eval.summary import escaped
 from eval.verdict import kinds
 from recipes.cli import Command, process
 from recipes.errors import ConfigError
@@ -126,13 +127,6 @@ def as_markdown(result: dict[str, Any]) -> str:
         if run["differs"]:
             lines += ["", f"{escaped(run['label'])} differs: {escaped('; '.join(run['differs']))}"]
     return "\n".join(lines) + "\n"
-
-
-def escaped(text: str) -> str:
-    """Text that Markdown shows as it is, inside a table cell too."""
-    for sign in "\\`*_{}[]<>|#":
-        text = text.replace(sign, f"\\{sign}")
-    return " ".join(text.split())
 
 
 def main(recipe: Recipe, switches: set[str], operands: list[str], options: Options) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eval.plots import draw
+from eval.summary import markdown
 from eval.verdict import kinds
 from recipes.errors import RunError
 from recipes.files import write_json, write_text
@@ -36,7 +37,7 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
 
 
 def write_report(report: dict[str, Any], curve: list[dict[str, Any]], folder: Path) -> Path:
-    """Writes report.json and report.html into `folder`, each whole or not at all; returns the page's path.
+    """Writes report.json, report.html and report.md into `folder`, each whole or not at all; returns the page's path.
 
     Raises RunError where a number of the report is NaN or infinite: JSON has no such value.
     """
@@ -45,6 +46,7 @@ def write_report(report: dict[str, Any], curve: list[dict[str, Any]], folder: Pa
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", report)
     write_text(folder / "report.html", html)
+    write_text(folder / "report.md", markdown(report))
     return folder / "report.html"
 
 

@@ -21,15 +21,20 @@ from drafters.placement import on_one_process
 from drafters.target import Target, require_chat_template
 from eval import breakdown, timing
 from eval.decode import Decoder, Output
+from eval.earlier import read_report
 from eval.figures import arrivals, by_set, per_pass, spread, statistics
+from eval.gate import Gate, Options, broken
+from eval.gate import lines as gate_lines
 from eval.lossless import compare_greedy, sampling_report
 from eval.rejections import entropy_figures, frequent
 from eval.report import summary_lines, write_report
 from eval.rows import Asking, Row
+from eval.summary import markdown
+from eval.track import check_tracker, log_figures
 from eval.verdict import decide
 from recipes.cli import Command, process, run_dir
 from recipes.errors import RunError
-from recipes.files import sha256_file, sha256_json, write_text
+from recipes.files import sha256_file, sha256_json, write_json, write_text
 from recipes.provenance import git_revision, stamp
 from recipes.schema import Recipe
 
@@ -234,23 +239,45 @@ def read_curve(folder: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
-def main(recipe: Recipe, switches: set[str]) -> None:
+def evaluated(recipe: Recipe, again: bool) -> tuple[dict[str, Any], Path]:
+    """The report of the recipe's evaluation, made now or found finished, and its folder."""
+    check_tracker(recipe.eval.tracker)
     evaluation = Evaluation(recipe)
-    report = None if "again" in switches else evaluation.finished()
+    folder = evaluation.folder / "eval"
+    report = None if again else evaluation.finished()
     if report is None:
         report = evaluation.run()
-        write_report(report, read_curve(evaluation.folder), evaluation.folder / "eval")
+        write_report(report, read_curve(evaluation.folder), folder)
+        log_figures(recipe, report, evaluation.folder)
+    return report, folder
+
+
+def main(recipe: Recipe, switches: set[str], options: Options) -> None:
+    gate = Gate.read(options)
+    if options.report:
+        report, folder = read_report(Path(options.report)), None
+    else:
+        report, folder = evaluated(recipe, "again" in switches)
     for line in summary_lines(report):
         print(line)
-    print(f"report: {evaluation.folder / 'eval' / 'report.html'}")
+    print(f"report: {folder / 'report.html' if folder else options.report}")
+    judged = gate.judge(report) if gate else []
+    if gate:
+        print("\n".join([f"gate: {gate.path}, reference {gate.reference_path or 'none'}", *gate_lines(judged)]))
+    if gate and folder:
+        write_json(folder / "gate.json", {"gate": str(gate.path), "reference": gate.reference_path,
+                                          "bounds": [asdict(one) for one in judged]})
+        write_text(folder / "report.md", markdown(report, [asdict(one) for one in judged]))
     greedy = report["total"]["lossless"]["greedy"]
     if greedy["mismatches"] > 0 or greedy["near_ties"] > 0.01 * max(greedy["prompts"], 100):
         raise RunError(f"speculation changed {greedy['mismatches']} of {greedy['prompts']} greedy answers "
                        f"({greedy['near_ties']} near-ties): this drafter must not be served")
+    if broken(judged):
+        raise RunError(f"gate {gate.path} is broken: {'; '.join(broken(judged))}")
 
 
-COMMAND = Command("make eval", "Evaluates a trained drafter: acceptance, lossless proof, speed, report.", main,
-                  {"again": "evaluate although the same evaluation was finished before"})
+COMMAND = Command("make eval", "Evaluates a trained drafter: acceptance, lossless proof, speed, report, gate.", main,
+                  {"again": "evaluate although the same evaluation was finished before"}, Options)
 
 if __name__ == "__main__":
     process(COMMAND)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from eval.report import render_html, summary_lines, write_report
+from eval.summary import markdown
 from recipes.errors import RunError
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -302,7 +303,21 @@ def test_write_report(tmp_path):
     page = write_report(report, sample_curve(), tmp_path / "eval")
     assert page == tmp_path / "eval" / "report.html"
     assert json.loads((tmp_path / "eval" / "report.json").read_text(encoding="utf-8")) == report == before
-    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "report.json"]
+    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "report.json", "report.md"]
+
+
+def test_markdown_summary():
+    """Verdict, three numbers with interval and n, kinds, percentiles without null, and the gate where there is one."""
+    report = sample_report()
+    report["target"]["model"] = "<b>|x"
+    text = markdown(report, [{"metric": "total.speed.speedup", "value": 1.36, "bound": "min 1.2", "state": "held"}])
+    assert text.startswith("### eagle3 drafter for \\<b\\>\\|x: deploy within batch 1 to 4\n\n- Faster at batch 1")
+    for part in ("| mean acceptance length (tokens per draft) | 2.14 | 2.00 to 2.30 | 2,538 drafts, 96 prompts |",
+                 "| speedup over transformers generate, batch 1 | 1.36x | 1.29 to 1.44 | 12 prompts |",
+                 "| code | 2.61 | 2.47 to 2.77 | 2.58 | 16 |", "| total.speed.speedup | 1.36 | min 1.2 | held |",
+                 "| inter-token latency, speculative (ms) | 22.0 | 47.9 | 51.3 | 564 |"):
+        assert part in text
+    assert "None" not in text and "gate" not in markdown(report)
 
 
 def test_a_number_that_is_none_stops_the_report(tmp_path):
