@@ -37,6 +37,7 @@ def draw(report: dict[str, Any], kinds: dict[str, Any], curve: list[dict[str, An
             "positions": plot_positions(total["acceptance"]["per_position"], _height(kinds)),
             "sets": plot_sets(kinds, total),
             "speed": plot_speed(total["speed"]),
+            "places": plot_places(total["acceptance"]),
             "cycle": plot_cycle(total["speed"]["cycle"]) if total["speed"]["cycle"]["cycles"] else None,
             "entropy": plot_entropy(entropy["by_entropy"]) if entropy else None,
             "curve": plot_curve(curve) if curve else None,
@@ -127,6 +128,28 @@ def plot_speed(speed: dict[str, Any]) -> Markup:
     axes.grid(axis="x")
     return _svg(figure, "speed", "Time per token, milliseconds: " + ", ".join(
         f"{name} {time:.1f}" for name, time in zip(names, times)))
+
+
+def plot_places(acceptance: dict[str, Any]) -> Markup:
+    """Mean acceptance length by context (left) and by place in the answer (right), in tokens per draft."""
+    figure = Figure(figsize=(WIDTH, 2.7), layout="constrained")
+    parts = []
+    for axes, key, label in zip(figure.subplots(1, 2, sharey=True), ("by_context_bucket", "by_answer_position"),
+                                ("Context (tokens)", "Place in the answer (tokens)")):
+        rows = acceptance[key]
+        lengths = [row["mean_length"] for row in rows]
+        axes.plot(range(len(rows)), lengths, "o-", color=BLUE, linewidth=1.6, markersize=5)
+        for x, length in enumerate(lengths):
+            axes.annotate(f"{length:.2f}", (x, length), (0, 6), textcoords="offset points", ha="center")
+        axes.axhline(acceptance["mean_length"], color=GREY, **DASHED)
+        axes.set_xticks(range(len(rows)), [f"from\n{row['from']:,}" if len(rows) < 5 else f"{row['from']:,}"
+                                           for row in rows])
+        axes.set_xlabel(label)
+        axes.margins(x=0.25, y=0.3)
+        axes.grid(axis="y")
+        parts.append(f"{label}: " + ", ".join(f"from {row['from']} {n:.2f}" for row, n in zip(rows, lengths)))
+    figure.axes[0].set_ylabel("Mean accept. length (tokens)")
+    return _svg(figure, "places", "Mean acceptance length. " + "; ".join(parts))
 
 
 def plot_cycle(cycle: dict[str, Any]) -> Markup:

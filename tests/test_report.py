@@ -258,12 +258,12 @@ def test_page_is_self_contained(page):
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     assert len(page.ids) == len(set(page.ids))
     assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
-    assert page.tags.count("svg") == 6
+    assert page.tags.count("svg") == 7
 
 
 def test_page_without_a_curve_says_so():
     page = Page(render_html(sample_report(), []))
-    assert page.tags.count("svg") == 5
+    assert page.tags.count("svg") == 6
     assert "No validation was recorded" in page.text
 
 
