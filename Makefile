@@ -29,6 +29,7 @@ help:
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
 	@echo "make plan        memory, disk, time and cost of each stage before anything is rented (docs/plan.md)"
 	@echo "make launch      files for several nodes; ARGS=\"--nodes 2 --gpus 8 --scheduler slurm|torchrun|accelerate\""
+	@echo "make compare     ARGS=\"A/report.json B/report.json\": reports of several runs, with significance"
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make layers      searches the target layers that feed a drafter best, on a part of the traces (docs/training.md)"
 	@echo "make bench       ARGS=\"--only NAME\": speeds, each in turns with what it is compared with (docs/bench.md)"
@@ -100,7 +101,11 @@ bench: $(READY)
 plan: $(READY)
 	$(PY) -m eval.plan --config $(RECIPE) $(ARGS)
 
-compare serve-check doctor publish roi:
+# Reports of several runs, each with the first: ARGS="A/report.json B/report.json" (docs/evaluation.md)
+compare: $(READY)
+	$(PY) -m eval.compare --config $(RECIPE) $(ARGS)
+
+serve-check doctor publish roi:
 	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
 
 clean:

@@ -13,7 +13,7 @@ from recipes.files import sha256_json
 Turn = dict[str, Any]
 # In this order: a row that carries text and ids is rendered anew, since the ids may be another tokenizer's.
 FORMATS = {"messages": ("messages",), "ShareGPT": ("conversations", "conversation"), "Alpaca": ("instruction",),
-           "prompt": ("prompt",), "ids": ("prompt_ids", "input_ids")}
+           "prompt": ("prompt",), "turns": ("turns",), "ids": ("prompt_ids", "input_ids")}
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
          "gpt": "assistant", "model": "assistant", "bot": "assistant", "function_call": "assistant", "tool": "tool",
          "function": "tool", "observation": "tool"}
@@ -56,7 +56,9 @@ def _parse(row: dict[str, Any], text_field: str, id_field: str, chat_only: bool)
     notes: list[str] = []
     prompt = _from_ids(value) if name == "ids" else _from_turns(name, value, body, row, notes)
     own = body.get(id_field, row.get(id_field, row.get("custom_id"))) if id_field else None
-    kind = row.get("kind")
+    if own is None and id_field and name == "turns":
+        own = row.get("question_id")
+    kind = row.get("kind", row.get("category"))
     prompt.kind = kind if isinstance(kind, str) else ""
     prompt.id = _own_id(own) or prompt_id(prompt)
     json.dumps([prompt.id, prompt.kind, prompt.messages, prompt.tools, prompt.given], ensure_ascii=False).encode()
@@ -105,6 +107,8 @@ def _from_turns(name: str, value: Any, body: dict, row: dict, notes: list[str]) 
         turns, given = _alpaca(body)
     elif name == "prompt" and is_turns(decoded(turns)):
         turns = decoded(turns)
+    elif name == "turns":
+        turns = _questions(turns)
     elif isinstance(turns, str) and name == "prompt":
         turns = [{"role": "user", "content": turns}]
     if not isinstance(turns, list) or not turns:
@@ -128,6 +132,14 @@ def _alpaca(body: dict[str, Any]) -> tuple[list[Turn], list[tuple[str, Turn]]]:
     answer = body.get("output")
     given = [("assistant", {"content": answer})] if isinstance(answer, str) and answer.strip() else []
     return [{"role": "user", "content": f"{text}\n\n{extra}" if extra.strip() else text}], given
+
+
+def _questions(value: Any) -> list[Turn]:
+    """User turns of one conversation, as MT-bench and Spec-Bench list them; each is answered before the next."""
+    texts = decoded(value)
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise Unusable("turns are not a list of texts")
+    return [{"role": "user", "content": text} for text in texts]
 
 
 def _role(turn: Any) -> str:

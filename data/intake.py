@@ -6,10 +6,12 @@ The result depends on the recipe and the sources' content only, so a second run 
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from data.chat import Message, prompt_ids, user_header_ids
 from data.console import console, progress_bar
+from data.evalsets import digests, judged, read_sets
 from data.filters import Filter
 from data.generate import Answer, Request
 from data.hub import copy_of
@@ -21,7 +23,7 @@ from data.sources import Loaded, check_bad, load, sources_table
 from drafters.target import Target
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, write_text
-from recipes.schema import Prompts, PromptSource, Recipe
+from recipes.schema import Eval, Prompts, PromptSource, Recipe
 
 EVALUATION = "evaluation.jsonl"
 REFUSED = ("refused by the chat template", "ids outside the vocabulary")
@@ -60,16 +62,33 @@ def wanted(section: Prompts) -> list[int | None]:
     return [source.count or None for source in sources]
 
 
-def evaluation_sets(recipe: Recipe) -> dict[str, str]:
-    """Name and checksum of every set that no training prompt may overlap: the built-in one and eval.prompts.
+def evaluation_files(recipe: Recipe) -> dict[str, str]:
+    """Name and checksum of the built-in prompts and of eval.prompts.
 
     The run's own evaluation.jsonl is none of them: it is made of the same sources, after the filters.
     """
     found = {"builtin": BUILTIN_SHA256}
-    name, own = recipe.eval.prompts, Path(recipe.runs_dir) / recipe.name / EVALUATION
-    if name != "builtin" and Path(name).resolve() != own.resolve():
+    name = recipe.eval.prompts
+    if name != "builtin" and not is_own(recipe, name):
         found[name] = sha256_file(Path(name)) if Path(name).is_file() else ""
     return found
+
+
+def is_own(recipe: Recipe, path: str) -> bool:
+    """Whether the path is the evaluation file that this run writes."""
+    return Path(path).resolve() == (Path(recipe.runs_dir) / recipe.name / EVALUATION).resolve()
+
+
+def further_sets(recipe: Recipe) -> Eval:
+    """The eval section with those of its sets that are there before any prompt is."""
+    return replace(recipe.eval, limit=0, sets=[replace(one, limit=0) for one in recipe.eval.sets
+                                               if not is_own(recipe, one.path)])
+
+
+def evaluation_sets(recipe: Recipe) -> dict[str, str]:
+    """Name and digest of every set that no training prompt may overlap: those of eval.sets too."""
+    return evaluation_files(recipe) | {f"eval.sets: {name}": digest
+                                       for name, digest in digests(further_sets(recipe)).items()}
 
 
 def wave(missing: int, unit_rows: int) -> list[int]:
@@ -102,7 +121,8 @@ class PromptStage:
         """Prompts of all sources with the reasons of those dropped. Raises ConfigError where too few remain, too many
         rows of a source are no conversation, or one id names two prompts."""
         counts = wanted(self.section)
-        held_out = [p for name in evaluation_sets(self.recipe) for p in evaluation_prompts(name)[0]]
+        held_out = [p for name in evaluation_files(self.recipe) for p in evaluation_prompts(name)[0]]
+        held_out += self.judged_sets()
         loaded = [self.load(number, source) for number, source in enumerate(sources_of(self.section))]
         console.print(sources_table(loaded, counts, self.recipe.generation.answers == "keep"))
         keep = Filter(held_out, self.section.filters)
@@ -121,6 +141,14 @@ class PromptStage:
             raise ConfigError(f"prompts: {len(intake.prompts)} usable prompts ({dict(intake.dropped)} dropped), but "
                               f"prompts.validation holds out {self.section.validation}; give more prompts")
         return intake
+
+    def judged_sets(self) -> list[Prompt]:
+        """The questions of eval.sets."""
+        section, folder = further_sets(self.recipe), self.folder / "prompts"
+        if not section.sets:
+            return []
+        self.ranks.lead(lambda: read_sets(section, folder, self.section.max_bad_share))  # copies what is on the Hub
+        return judged(read_sets(section, folder, self.section.max_bad_share))
 
     def load(self, number: int, source: PromptSource) -> Loaded:
         where = f"prompts.sources[{number}]"

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from data.formats import Unusable, parse
+from data.formats import Parsed, Unusable, parse
 from data.prompts import Prompt
 from data.rows import Row, local_rows
 from recipes.errors import ConfigError
@@ -24,6 +24,7 @@ class Loaded:
 
     number: int
     source: PromptSource
+    list_name: str = "prompts.sources"  # the recipe's list whose item it is
     prompts: list[Prompt] = field(default_factory=list)
     rows: int = 0
     formats: Counter = field(default_factory=Counter)
@@ -34,7 +35,7 @@ class Loaded:
     @property
     def label(self) -> str:
         place = self.source.name if self.source.kind == "hub" else self.source.path
-        return f"prompts.sources[{self.number}] {self.source.kind} {place}".rstrip()
+        return f"{self.list_name}[{self.number}] {self.source.kind} {place}".rstrip()
 
 
 def load(number: int, source: PromptSource, files: PromptSource, max_bad_share: float) -> Loaded:
@@ -54,8 +55,8 @@ def load(number: int, source: PromptSource, files: PromptSource, max_bad_share: 
     return loaded
 
 
-def take(row: Row, loaded: Loaded) -> None:
-    """Counts one row, as a prompt or by the reason why it is none."""
+def take(row: Row, loaded: Loaded) -> Parsed | None:
+    """Counts one row, as a prompt, which is returned, or by the reason why it is none."""
     source = loaded.source
     try:
         if row.fault:
@@ -64,10 +65,11 @@ def take(row: Row, loaded: Loaded) -> None:
     except Unusable as error:
         loaded.dropped[str(error)] += 1
         loaded.first.setdefault(str(error), row.where)
-        return
+        return None
     loaded.formats[parsed.format] += 1
     loaded.normalised.update(parsed.notes)
     loaded.prompts.append(parsed.prompt)
+    return parsed
 
 
 def check_bad(loaded: Loaded, refused: Counter, max_bad_share: float) -> None:

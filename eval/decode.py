@@ -39,6 +39,7 @@ class Output:
     times: list[tuple[float, int]] = field(default_factory=list)
     drafts: list[tuple[int, int]] = field(default_factory=list)  # (context length, accepted)
     rejected: list[int] = field(default_factory=list)  # target tokens at which a draft was rejected
+    refused: list[tuple[int, int]] = field(default_factory=list)  # their places in the text, first drafted tokens there
     stopped_by: str = ""  # the stop string that ended it
 
     def take(self, tokens: list[int], end_ids: set[int], max_tokens: int, now: float, stops: Stops | None = None,
@@ -58,14 +59,16 @@ class Output:
         self.times.append((now, len(self.tokens) - before))
         return bool(self.finish)
 
-    def count(self, accepted: int, drafted: int, context: int, rejected_at: int | None) -> None:
-        """Counts a pass, and its draft where there was one."""
+    def count(self, accepted: int, drafted: int, context: int, refused: int | None, own: int) -> None:
+        """Counts a pass, and its draft where there was one. refused: the first drafted token where it was rejected,
+        None where nothing was; own: the target's token there."""
         self.passes += 1
         if drafted:
             self.acceptance.add(accepted, drafted)
             self.drafts.append((context, accepted))
-        if rejected_at is not None:
-            self.rejected.append(rejected_at)
+        if refused is not None:
+            self.rejected.append(own)
+            self.refused.append((context + accepted, refused))
 
 
 @dataclass
@@ -214,9 +217,9 @@ class Decoder:
         contexts = (rows.length + 1).tolist()
         rows.advance(states, verdict)
         now = time.perf_counter()
-        counts = zip(verdict.accepted.tolist(), draft.counts(), contexts, verdict.rejected.tolist())
-        for number, tokens, (n, drafted, context, rejected) in zip(rows.index, verdict.tokens.tolist(), counts):
-            outputs[number].count(n, drafted, context, tokens[n] if rejected else None)
+        counts = zip(verdict.accepted.tolist(), draft.counts(), contexts, verdict.refusals())
+        for number, tokens, (n, drafted, context, refused) in zip(rows.index, verdict.tokens.tolist(), counts):
+            outputs[number].count(n, drafted, context, refused, tokens[n])
             self.give(number, outputs[number], tokens[: n + 1], now)
 
     def plain_step(self, rows: Rows, outputs: list[Output]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from data import sources
 from data.chat import answer_points
 from data.estimate import synthetic
+from data.evalsets import read_sets
 from data.intake import EVALUATION, sources_of, wanted
 from data.prompts import Prompt, evaluation_prompts
 from data.store import read_manifest
@@ -99,10 +100,26 @@ def evaluation(recipe: Recipe, folder: Path) -> tuple[int, float | None]:
     """Evaluation prompts and their mean characters; None where `make trace` has yet to keep them out of its prompts,
     which they then are like. ConfigError for a file that is not there."""
     own = folder / EVALUATION
+    if recipe.eval.sets:
+        return further_evaluation(recipe, folder)
     if Path(recipe.eval.prompts).resolve() == own.resolve() and not own.exists():
         return recipe.prompts.evaluation, None
     prompts, _ = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
     return len(prompts), sum(characters(p.messages) for p in prompts) / len(prompts)
+
+
+def further_evaluation(recipe: Recipe, folder: Path) -> tuple[int, float | None]:
+    """The same of eval.sets. A Hub data set is not read: it counts with its rows, and is as long as the others."""
+    section = recipe.eval
+    here = [one for one in section.sets if one.kind != "hub"]
+    found = read_sets(replace(section, sets=here), folder, recipe.prompts.max_bad_share) if here else []
+    rounds = [turn for one in found for question in one.questions for turn in question.rounds]
+    away = 0
+    for number, one in enumerate(section.sets):
+        if one.kind == "hub" and not one.rows:
+            raise ConfigError(f"eval.sets[{number}].rows: make plan must know how many rows {one.dataset} gives")
+        away += one.rows if one.kind == "hub" else 0
+    return len(rounds) + away, sum(map(characters, rounds)) / len(rounds) if rounds else None
 
 
 def finished(recipe: Recipe, folder: Path) -> dict | None:

@@ -5,85 +5,42 @@ Run as `python -m eval.run --config RECIPE`. Writes runs/<name>/eval/report.json
 
 import json
 import resource
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from data.chat import prompt_ids
-from data.prompts import Prompt, evaluation_prompts
+from data.evalsets import Questions, read_sets
 from drafters import checkpoint
-from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
 from drafters.registry import entry
 from drafters.target import Target, require_chat_template
 from drafters.tree import chain
-from eval import timing
+from eval import breakdown, timing
 from eval.adapt import measured_choice
 from eval.decode import Decoder, Output
+from eval.earlier import read_report
+from eval.figures import arrivals, by_set, per_pass, spread, statistics
+from eval.gate import Gate, Options, broken
+from eval.gate import lines as gate_lines
 from eval.lossless import compare_greedy, sampling_report
-from eval.metrics import Acceptance, bootstrap, repeated_share
 from eval.plans import described, plan_of, room_of
+from eval.rejections import entropy_figures, frequent
 from eval.report import summary_lines, write_report
+from eval.rows import Asking, Row
+from eval.summary import markdown
+from eval.track import check_tracker, log_figures
 from eval.verdict import decide
 from recipes.cli import Command, process, run_dir
-from recipes.errors import ConfigError, RunError
-from recipes.files import sha256_json
+from recipes.errors import RunError
+from recipes.files import sha256_json, write_json, write_text
 from recipes.provenance import git_revision, stamp
 from recipes.schema import Recipe
-
-BUCKETS = [0, 512, 2048, 8192, 32768, 131072]
-REPETITIVE = 0.2  # share of an answer inside repeated 8-grams above which it counts as repetitive
-
-
-def spread(prompts: list[Prompt], count: int) -> list[int]:
-    """`count` indices spread evenly over the prompts, so that every kind is met."""
-    count = min(count, len(prompts))
-    return [i * len(prompts) // count for i in range(count)]
-
-
-def statistics(outputs: list[Output], K: int, drafter: Drafter, seed: int) -> dict[str, Any]:
-    """The report's block for a set of answers; definitions in docs/report.md."""
-    total = sum((o.acceptance for o in outputs), Acceptance(K))
-    accepted = np.array([sum(o.acceptance.accepted) for o in outputs], dtype=float)
-    drafts = np.array([o.acceptance.drafts for o in outputs], dtype=float)
-    ci95 = [1 + x for x in bootstrap(accepted, drafts, seed)] if len(outputs) > 1 else [1.0, float(K + 1)]
-    rejected = [t for o in outputs for t in o.rejected]
-    outside = sum(not bool(drafter.t2d[t]) for t in rejected)
-    shares = [repeated_share(o.tokens) for o in outputs]
-    tokens = sum(len(o.tokens) for o in outputs)
-    fresh = [o for o, share in zip(outputs, shares) if share <= REPETITIVE]
-    return {
-        "prompts": len(outputs), "tokens": tokens, "drafts": total.drafts,
-        "acceptance": {"rate": total.rate, "mean_length": total.mean_length, "per_position": total.per_position,
-                       "by_context_bucket": by_context(outputs), "ci95": ci95},
-        "tokens_per_target_pass": per_pass(outputs), "target_passes": sum(o.passes for o in outputs),
-        "repetition": {"share": sum(s * len(o.tokens) for s, o in zip(shares, outputs)) / max(tokens, 1),
-                       "tokens_per_target_pass_without": per_pass(fresh) if fresh else None},
-        "vocabulary_misses": {"rejections": len(rejected), "outside_draft_vocabulary": outside,
-                              "share": outside / len(rejected) if rejected else None},
-    }
-
-
-def per_pass(outputs: list[Output]) -> float:
-    """Kept tokens over the target's decode passes; the first token of each answer comes from the prefill."""
-    passes = sum(o.passes for o in outputs)
-    return sum(len(o.tokens) - 1 for o in outputs) / passes if passes else 1.0
-
-
-def by_context(outputs: list[Output]) -> list[dict[str, Any]]:
-    """Mean acceptance length of the drafts that began within each context length."""
-    found: dict[int, list[int]] = {}
-    for context, accepted in (d for o in outputs for d in o.drafts):
-        found.setdefault(max(b for b in BUCKETS if b <= context), []).append(accepted)
-    ends = dict(zip(BUCKETS, [*BUCKETS[1:], 1 << 30]))
-    return [{"from": b, "to": ends[b], "drafts": len(v), "mean_length": 1 + sum(v) / len(v)}
-            for b, v in sorted(found.items())]
 
 
 class Evaluation:
@@ -92,7 +49,7 @@ class Evaluation:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.section = recipe, recipe.eval
         self.folder = run_dir(recipe)
-        self.prompts, self.prompts_sha256 = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
+        self.sets = read_sets(recipe.eval, self.folder / "eval" / "sets", recipe.prompts.max_bad_share)
         layers = recipe.trace.layers if entry(recipe.drafter.kind).trained else None  # others read no hidden states
         self.target = Target(on_one_process(recipe.target), layers)
         require_chat_template(self.target)
@@ -101,19 +58,33 @@ class Evaluation:
         self.drafter = self.opened.drafter
         if self.target.grouped:
             use_skinny_linear(self.drafter)
-        self.ids = [prompt_ids(self.target.tokenizer, p.messages, p.tools) for p in self.prompts]
         room = self.target.max_length - self.section.max_tokens - room_of(self.section, self.plan) - 1
-        for prompt, ids in zip(self.prompts, self.ids):
-            if len(ids) > room:
-                raise ConfigError(f"evaluation prompt {prompt.id}: {len(ids)} tokens, "
-                                  f"the target's context leaves {room}")
+        self.asking = Asking(self.target, self.sets, room, strict=not recipe.eval.sets)
+        self.rows = self.asking.first()
         self.console = Console(stderr=True)
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                             console=self.console)
 
+    @property
+    def ids(self) -> list[list[int]]:
+        return [row.ids for row in self.rows]
+
+    @property
+    def vocabulary(self) -> torch.Tensor | None:
+        """[V] bool: tokens that the drafter can propose; None is all of them."""
+        return getattr(self.drafter, "t2d", None)
+
     def key(self) -> str:
         """Digest of all that decides the figures, times aside: what a finished evaluation is recognised by."""
-        return sha256_json([self.opened.digest, asdict(self.section), self.prompts_sha256, self.target.fingerprint()])
+        section = {k: v for k, v in asdict(self.section).items() if k != "tracker"}
+        return sha256_json([self.opened.digest, section, self.prompts_sha256, self.target.fingerprint()])
+
+    @property
+    def prompts_sha256(self) -> str:
+        """Checksum of the set's file; of several sets, of all their checksums."""
+        if len(self.sets) == 1:
+            return self.sets[0].sha256
+        return sha256_json({one.name: one.sha256 for one in self.sets})
 
     def finished(self) -> dict[str, Any] | None:
         """The report of the same evaluation, where it was made before."""
@@ -129,48 +100,102 @@ class Evaluation:
             self.choose_plan()
         K = self.plan.depth
         with self.bar:
-            outputs = self.decode("accept  ", range(len(self.ids)), speculative=True)
-            chosen = spread(self.prompts, section.lossless_prompts)
-            plain = self.decode("lossless", chosen, speculative=False)
+            outputs = self.answers()
+            chosen = spread(self.rows, section.lossless_prompts)
+            plain = self.decode("lossless", [self.rows[i] for i in chosen], speculative=False)
             greedy = compare_greedy(self.target, [self.ids[i] for i in chosen], plain,
                                     [outputs[i] for i in chosen], section.gap_tolerance)
             sampling = sampling_report(self.target, self.drafter,
-                                       [self.ids[i] for i in spread(self.prompts, section.sampling_contexts)],
+                                       [self.ids[i] for i in spread(self.rows, section.sampling_contexts)],
                                        section.sampling_draws, section.seed, tree=not self.plan.narrow)
-            speed, latency = self.speed()
-        total = statistics(outputs, K, self.drafter, section.seed)
-        total |= {"lossless": {"greedy": greedy, "sampling": sampling}, "speed": speed, "latency": latency,
-                  "memory": {"peak_bytes": peak_bytes()}}
-        kinds = dict.fromkeys(p.kind or "all" for p in self.prompts)
-        sets = {kind: statistics([o for o, p in zip(outputs, self.prompts) if (p.kind or "all") == kind], K,
-                                 self.drafter, section.seed) for kind in kinds}
-        return self.head() | {"total": total, "sets": sets, "verdict": decide(total, sets)}
+            rejections = self.rejections(outputs)
+            speed, latency, timed = self.speed()
+        total = statistics(self.rows, outputs, K, self.vocabulary, section.seed)
+        total |= {"rejections": rejections, "lossless": {"greedy": greedy, "sampling": sampling}, "speed": speed,
+                  "latency": latency, "memory": {"peak_bytes": peak_bytes()}}
+        sets = by_set(self.rows, outputs, K, self.vocabulary, section.seed)
+        for one in self.sets:
+            sets[one.name] |= self.origin(one)
+        self.write_sent()
+        return self.head() | {"total": total, "sets": sets, "prompts": self.records(outputs, timed),
+                              "verdict": decide(total, sets)}
 
     def choose_plan(self) -> None:
         """The fastest draft by what is measured now; one token, where drafting does not pay at all."""
         chosen = measured_choice(self.target, self.drafter,
-                                 [self.ids[i] for i in spread(self.prompts, self.section.speed_prompts)], self.section)
+                                 [self.ids[i] for i in spread(self.rows, self.section.speed_prompts)], self.section)
         self.plan, self.reason = chosen.plan or chain(1), chosen.reason
 
-    def decode(self, name: str, chosen, speculative: bool) -> list[Output]:
-        """Greedy answers to the chosen prompts, in batches of similar length; results in the order given."""
+    def answers(self) -> list[Output]:
+        """Answers to all rows; the rows of further turns are added behind them."""
+        outputs: list[Output] = []
+        fresh = self.rows
+        while fresh:
+            done = self.decode("accept  ", fresh, speculative=True)
+            outputs += done
+            following = self.asking.following(fresh, done)
+            fresh = following
+            self.rows = [*self.rows, *following]
+        return outputs
+
+    def rejections(self, outputs: list[Output]) -> dict[str, Any]:
+        chosen = spread(self.rows, self.section.entropy_prompts)
+        decode = self.target.tokenizer.decode if self.section.texts else None
+        return {"entropy": entropy_figures(self.target, [self.rows[i] for i in chosen], [outputs[i] for i in chosen]),
+                "frequent": frequent(self.rows, outputs, decode)}
+
+    def origin(self, one: Questions) -> dict[str, Any]:
+        """What the set was made of, and what of it was not asked."""
+        rows = [row for row in self.rows if row.set == one.name]
+        found = {"origin": one.origin, "sha256": one.sha256, "questions": len({row.key for row in rows}),
+                 "dropped": dict(self.asking.dropped[one.name]),
+                 "turns_after_cut_answers": self.asking.cut[one.name],
+                 "untemplated": sum(not row.templated for row in rows)}
+        came = arrivals([row.question.arrival for row in rows if row.round == 0])
+        return found | ({"arrivals": came} if came else {})
+
+    def records(self, outputs: list[Output], timed: dict[int, dict[str, float]]) -> list[dict[str, Any]]:
+        """Counts of every answer, so that two reports can be compared prompt by prompt; texts only where asked for."""
+        found = []
+        for number, (row, output) in enumerate(zip(self.rows, outputs)):
+            record = {"set": row.set, "id": row.question.id, "category": row.question.category, "round": row.round,
+                      "ids_sha256": sha256_json(row.ids)[:16], "prompt_tokens": len(row.ids),
+                      "tokens": len(output.tokens), "passes": output.passes, "drafts": output.acceptance.drafts,
+                      "accepted": sum(output.acceptance.accepted)}
+            if self.section.texts:
+                record["prompt"] = self.target.tokenizer.decode(row.ids)
+                record["answer"] = self.target.tokenizer.decode(output.tokens)
+            found.append(record | timed.get(number, {}))
+        return found
+
+    def write_sent(self) -> None:
+        """eval/sent.jsonl: the exact ids sent, with the arrival times of a log (case 53)."""
+        lines = [json.dumps({"set": row.set, "id": row.question.id, "round": row.round,
+                             "arrival": row.question.arrival, "ids": row.ids}) for row in self.rows]
+        (self.folder / "eval").mkdir(exist_ok=True)
+        write_text(self.folder / "eval" / "sent.jsonl", "\n".join(lines) + "\n")
+
+    def decode(self, name: str, rows: list[Row], speculative: bool) -> list[Output]:
+        """Greedy answers to the rows, in batches of similar length; results in the order given."""
         section = self.section
         decoder = Decoder(self.target, section.max_tokens, seed=section.seed)
-        order = sorted(chosen, key=lambda i: len(self.ids[i]))
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
         task = self.bar.add_task(name, total=len(order))
         found: dict[int, Output] = {}
         for start in range(0, len(order), section.batch_size):
             part = order[start : start + section.batch_size]
-            rows = [self.ids[i] for i in part]
-            done = (decoder.speculative(rows, self.drafter, self.plan) if speculative
-                    else decoder.plain(rows))
+            ids = [rows[i].ids for i in part]
+            done = (decoder.speculative(ids, self.drafter, self.plan) if speculative
+                    else decoder.plain(ids))
             found |= dict(zip(part, done))
             self.bar.advance(task, len(part))
-        return [found[i] for i in chosen]
+        return [found[i] for i in range(len(rows))]
 
-    def speed(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def speed(self) -> tuple[dict[str, Any], dict[str, Any], dict[int, dict[str, float]]]:
+        """Speed, latency, and what was timed of each of these rows."""
         section, plan = self.section, self.plan
-        rows = [self.ids[i] for i in spread(self.prompts, section.speed_prompts)]
+        chosen = spread(self.rows, section.speed_prompts)
+        rows = [self.ids[i] for i in chosen]
         task = self.bar.add_task("speed   ", total=len(rows) + 1)
         timings = timing.interleaved(self.target, self.drafter, rows, plan, section.speed_tokens,
                                      lambda: self.bar.advance(task))
@@ -186,10 +211,11 @@ class Evaluation:
         speed = {"baseline_tok_s": timings[engine].tok_s, "baseline_engine": engine, "speculative_tok_s": fast.tok_s,
                  "speedup": ratio, "ci95": ci95, "prompts": len(rows), "by_batch": [single, *batches], **steps,
                  "predicted_speedup": timing.predict(per_pass(timed), steps, plan.depth),
+                 "cycle": breakdown.cycle(self.target, self.drafter, rows, plan, section.speed_tokens),
                  "engines": {timing.PLAIN: plain.tok_s, timing.TRANSFORMERS: reference.tok_s}}
         latency = {name: {"baseline": timing.percentiles(getattr(plain, name)),
                           "speculative": timing.percentiles(getattr(fast, name))} for name in ("ttft_ms", "itl_ms")}
-        return speed, latency
+        return speed, latency, {i: one for i, one in zip(chosen, timing.each(timings[engine], fast))}
 
     def head(self) -> dict[str, Any]:
         recipe, section, drafter = self.recipe, self.section, self.drafter
@@ -205,12 +231,12 @@ class Evaluation:
                       "threads": torch.get_num_threads(), "git": git_revision(), "time": origin["time"],
                       "OMP_WAIT_POLICY": origin["machine"]["OMP_WAIT_POLICY"],
                       "load_1m": origin["machine"]["load_1m"]},
-            "settings": {"draft_length": self.plan.depth, "plan": described(self.plan),
-                         "plan_reason": self.reason, "temperature": 0.0,
-                         "max_tokens": section.max_tokens,
-                         "batch_size": section.batch_size, "prompts": section.prompts,
+            "settings": {"draft_length": self.plan.depth, "plan": described(self.plan), "plan_reason": self.reason,
+                         "temperature": 0.0, "max_tokens": section.max_tokens, "batch_size": section.batch_size,
+                         "prompts": ", ".join(s.name for s in self.sets) if section.sets else section.prompts,
                          "prompts_sha256": self.prompts_sha256, "prompt_ids_sha256": sha256_json(self.ids),
-                         "seed": section.seed, "key": self.key()},
+                         "seed": section.seed, "turns": dict(Counter(str(row.round + 1) for row in self.rows)),
+                         "key": self.key()},
         }
 
 
@@ -227,24 +253,45 @@ def read_curve(folder: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
-def main(recipe: Recipe, switches: set[str]) -> None:
+def evaluated(recipe: Recipe, again: bool) -> tuple[dict[str, Any], Path]:
+    """The report of the recipe's evaluation, made now or found finished, and its folder."""
+    check_tracker(recipe.eval.tracker)
     evaluation = Evaluation(recipe)
-    report = None if "again" in switches else evaluation.finished()
+    folder = evaluation.folder / "eval"
+    report = None if again else evaluation.finished()
     if report is None:
         report = evaluation.run()
-        curve = read_curve(evaluation.folder) if evaluation.opened.folder else []
-        write_report(report, curve, evaluation.folder / "eval")
+        write_report(report, read_curve(evaluation.folder) if evaluation.opened.folder else [], folder)
+        log_figures(recipe, report, evaluation.folder)
+    return report, folder
+
+
+def main(recipe: Recipe, switches: set[str], options: Options) -> None:
+    gate = Gate.read(options)
+    if options.report:
+        report, folder = read_report(Path(options.report)), None
+    else:
+        report, folder = evaluated(recipe, "again" in switches)
     for line in summary_lines(report):
         print(line)
-    print(f"report: {evaluation.folder / 'eval' / 'report.html'}")
+    print(f"report: {folder / 'report.html' if folder else options.report}")
+    judged = gate.judge(report) if gate else []
+    if gate:
+        print("\n".join([f"gate: {gate.path}, reference {gate.reference_path or 'none'}", *gate_lines(judged)]))
+    if gate and folder:
+        write_json(folder / "gate.json", {"gate": str(gate.path), "reference": gate.reference_path,
+                                          "bounds": [asdict(one) for one in judged]})
+        write_text(folder / "report.md", markdown(report, [asdict(one) for one in judged]))
     greedy = report["total"]["lossless"]["greedy"]
     if greedy["mismatches"] > 0 or greedy["near_ties"] > 0.01 * max(greedy["prompts"], 100):
         raise RunError(f"speculation changed {greedy['mismatches']} of {greedy['prompts']} greedy answers "
                        f"({greedy['near_ties']} near-ties): this drafter must not be served")
+    if broken(judged):
+        raise RunError(f"gate {gate.path} is broken: {'; '.join(broken(judged))}")
 
 
-COMMAND = Command("make eval", "Evaluates a trained drafter: acceptance, lossless proof, speed, report.", main,
-                  {"again": "evaluate although the same evaluation was finished before"})
+COMMAND = Command("make eval", "Evaluates a trained drafter: acceptance, lossless proof, speed, report, gate.", main,
+                  {"again": "evaluate although the same evaluation was finished before"}, Options)
 
 if __name__ == "__main__":
     process(COMMAND)

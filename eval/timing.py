@@ -138,6 +138,12 @@ def speedup(base: Timing, fast: Timing, seed: int, draws: int = 2000) -> tuple[f
     return fast.tok_s / base.tok_s, [float(x) for x in np.percentile(ratios, [2.5, 97.5])]
 
 
+def each(base: Timing, fast: Timing) -> list[dict[str, float]]:
+    """What was timed of each prompt, without a drafter and with one."""
+    return [{"baseline_tokens": bt, "baseline_s": bs, "timed_tokens": ft, "timed_s": fs}
+            for bt, bs, ft, fs in zip(base.tokens, base.seconds, fast.tokens, fast.seconds)]
+
+
 def percentiles(values: list[float]) -> dict[str, Any]:
     """p50, p95 and p99 with n; a percentile that n is too small for is null, with the reason."""
     out: dict[str, Any] = {"n": len(values)}

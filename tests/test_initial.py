@@ -14,8 +14,8 @@ from tiny import LAYERS, H, L, V, call, conversations, load_target, write_recipe
 from data.store import TraceReader
 from drafters import checkpoint, source
 from drafters.initial import begin, head_rows
+from eval.plots import plot_curve
 from eval.replay import replay
-from eval.report import plot_curve
 from recipes.errors import ConfigError
 from recipes.schema import Drafter
 from train import checkpoints

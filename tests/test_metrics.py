@@ -1,14 +1,14 @@
 """Acceptance counted as vLLM counts it, intervals, repetition, and the report's block built from them."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
+from data.evalsets import Question
 from eval.decode import Output
+from eval.figures import arrivals, by_bucket, by_set, per_pass, spread, statistics
 from eval.metrics import Acceptance, bootstrap, repeated_share
-from eval.run import per_pass, spread, statistics
+from eval.rows import Row
 
 
 def counted(K: int, *lengths: int) -> Acceptance:
@@ -89,12 +89,16 @@ def answer(tokens: list[int], K: int, *lengths: int, context: int = 10, rejected
                   list(rejected))
 
 
+def row(name: str, set_name: str = "a", category: str = "", tokens: int = 10, number: int = 0) -> Row:
+    return Row(set_name, Question(name, [], category), number, [1] * tokens)
+
+
 def test_statistics_by_hand():
     """The report's block: tokens per pass count kept tokens only, the prefill's excluded; misses by vocabulary."""
     fresh = answer([1, 2, 3, 4, 5], 2, 2, 2, context=600, rejected=(7, 8))  # 4 kept after the prefill in 2 passes
     looping = answer([*range(8)] * 2, 2, 1, 2, 2, 2, 0, rejected=(8,))
-    drafter = SimpleNamespace(t2d=torch.tensor([True] * 8 + [False] * 2))
-    block = statistics([fresh, looping], 2, drafter, seed=0)
+    vocabulary = torch.tensor([True] * 8 + [False] * 2)
+    block = statistics([row("p0", tokens=598), row("p1", tokens=10)], [fresh, looping], 2, vocabulary, seed=0)
     assert block["drafts"] == 7 and block["tokens"] == 21 and block["target_passes"] == 7
     assert block["acceptance"]["rate"] == 11 / 14 and block["acceptance"]["mean_length"] == 1 + 11 / 7
     assert block["acceptance"]["per_position"] == [6 / 7, 5 / 7]
@@ -104,6 +108,8 @@ def test_statistics_by_hand():
     assert block["acceptance"]["by_context_bucket"] == [
         {"from": 0, "to": 512, "drafts": 5, "mean_length": 1 + 7 / 5},
         {"from": 512, "to": 2048, "drafts": 2, "mean_length": 3.0}]
+    assert block["acceptance"]["conditional_per_position"] == [6 / 7, 5 / 6]
+    assert block["acceptance"]["by_answer_position"] == [{"from": 0, "to": 16, "drafts": 7, "mean_length": 1 + 11 / 7}]
     low, high = block["acceptance"]["ci95"]
     assert low == pytest.approx(1 + 7 / 5) and high == pytest.approx(3.0)  # two prompts: each alone
 
@@ -111,7 +117,7 @@ def test_statistics_by_hand():
 def test_answers_without_a_pass():
     """An answer that ends at the prefill's token has no pass and divides nothing."""
     assert per_pass([answer([2], 2)]) == 1.0
-    block = statistics([answer([2], 2)], 2, SimpleNamespace(t2d=torch.ones(4, dtype=torch.bool)), seed=0)
+    block = statistics([row("p")], [answer([2], 2)], 2, None, seed=0)
     assert block["acceptance"]["ci95"] == [1.0, 3.0] and block["vocabulary_misses"]["share"] is None
 
 
@@ -119,3 +125,36 @@ def test_spread_meets_every_kind():
     """Case 66: distinct indices over the whole list, never more than there are."""
     assert spread(list("abcdefghij"), 4) == [0, 2, 5, 7]
     assert spread(list("abc"), 9) == [0, 1, 2]
+
+
+def test_buckets_by_hand():
+    """Case 33: a draft belongs to the bucket that begins at or below its place; empty buckets are left out."""
+    found = by_bucket([(0, 2), (511, 0), (512, 1), (9000, 3)], [0, 512, 2048, 8192])
+    assert [(b["from"], b["to"], b["drafts"], b["mean_length"]) for b in found] == [
+        (0, 512, 2, 2.0), (512, 2048, 1, 2.0), (8192, 1 << 30, 1, 4.0)]
+
+
+def test_turns_of_one_conversation_are_resampled_together():
+    """Two turns that depend on each other are one unit: with a single conversation there is no interval."""
+    outputs = [answer([1, 2, 3], 2, 2), answer([1, 2, 3], 2, 0)]
+    two = statistics([row("p"), row("p", number=1)], outputs, 2, None, 0)["acceptance"]["ci95"]
+    apart = statistics([row("p"), row("q")], outputs, 2, None, 0)["acceptance"]["ci95"]
+    assert two == [1.0, 3.0] and apart == [1.0, 3.0]
+    outputs += [answer([1, 2, 3], 2, 1), answer([1, 2, 3], 2, 1)]
+    rows = [row("p"), row("p", number=1), row("q"), row("q", number=1)]
+    assert statistics(rows, outputs, 2, None, 0)["acceptance"]["ci95"] == [2.0, 2.0]
+
+
+def test_sets_and_their_categories():
+    """Each set by itself; the same category name in two sets is two categories."""
+    rows = [row("p", "a", "x"), row("q", "a", "y"), row("p", "b", "x")]
+    found = by_set(rows, [answer([1, 2], 2, n) for n in (0, 1, 2)], 2, None, 0)
+    assert {s: {c: v["acceptance"]["mean_length"] for c, v in b["categories"].items()} for s, b in found.items()} == {
+        "a": {"x": 1.0, "y": 2.0}, "b": {"x": 3.0}}
+    assert found["a"]["acceptance"]["mean_length"] == 1.5
+
+
+def test_arrivals_by_hand():
+    """Unordered times, one missing; one alone has no rate."""
+    assert arrivals([10.0, None, 12.5, 10.9]) == {"requests": 3, "span_s": 2.5, "per_s": 0.8, "most_in_1_s": 2}
+    assert arrivals([5.0])["per_s"] is None and arrivals([None]) is None

@@ -10,6 +10,7 @@ from rich.console import Console
 from tiny import call, write_prompts
 
 from eval import plan, probe
+from recipes.errors import ConfigError
 from recipes.hardware import known
 from recipes.loader import load_recipe
 from recipes.schema import Recipe
@@ -161,6 +162,17 @@ def test_evaluation_prompts_that_tracing_will_make(tmp_path):
                   prompts={"sources": [{"kind": "jsonl", "path": str(tmp_path / "p.jsonl")}], "evaluation": 3})
     for load in plan.make(load_recipe(path))["load"]:
         assert load["judged"] == 3 and load["judged_prompt"] == load["prompt"]
+
+
+def test_evaluation_sets_count_every_turn(tmp_path):
+    """eval.sets: each turn is an answer; a Hub data set, which is not read, counts with its rows or is an error."""
+    (tmp_path / "q.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["a b c d", "e f"]}) + "\n")
+    sets = [{"path": str(tmp_path / "q.jsonl")}, {"kind": "hub", "dataset": "org/d", "rows": 5}]
+    path = recipe(tmp_path, SMOLLM2, eval={"sets": sets}, prompts={"sources": [{"kind": "jsonl", "path": str(
+        tmp_path / "p.jsonl")}]})
+    assert all(load["judged"] == 7 for load in plan.make(load_recipe(path))["load"])
+    with pytest.raises(ConfigError, match=r"eval\.sets\[1\]\.rows: make plan must know how many rows org/d gives"):
+        plan.make(load_recipe(path, {"eval.sets": json.dumps([sets[0], sets[1] | {"rows": 0}])}))
 
 
 @pytest.mark.parametrize("flags, said", [

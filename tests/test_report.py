@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from eval.report import render_html, summary_lines, write_report
+from eval.summary import markdown
 from recipes.errors import RunError
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -20,18 +21,24 @@ RULES = {"type", "required", "properties", "additionalProperties", "items", "min
 NOTES = {"$schema", "$defs", "title", "description"}
 
 
+def buckets(bounds: tuple, drafts: int, mean_length: float) -> list[dict]:
+    return [{"from": bounds[0], "to": bounds[1], "drafts": drafts - 40, "mean_length": mean_length + 0.04},
+            {"from": bounds[1], "to": bounds[2], "drafts": 40, "mean_length": mean_length - 0.3}]
+
+
 def numbers(mean_length: float, drafts: int, prompts: int) -> dict:
     """The statistics of one prompt kind, consistent with each other for a draft length of 4."""
     accepted = mean_length - 1
     shares = (0.48, 0.28, 0.15, 0.09)
+    positions = [accepted * share for share in shares]
     return {
         "prompts": prompts, "tokens": round(drafts * mean_length) - prompts, "drafts": drafts,
         "acceptance": {
             "rate": accepted / 4, "mean_length": mean_length,
-            "per_position": [accepted * share for share in shares],
-            "by_context_bucket": [
-                {"from": 0, "to": 128, "drafts": drafts - 40, "mean_length": mean_length + 0.04},
-                {"from": 128, "to": 512, "drafts": 40, "mean_length": mean_length - 0.3}],
+            "per_position": positions,
+            "conditional_per_position": [a / b for a, b in zip(positions, [1.0, *positions])],
+            "by_context_bucket": buckets((0, 512, 2048), drafts, mean_length),
+            "by_answer_position": buckets((0, 16, 64), drafts, mean_length),
             "ci95": [mean_length - 0.14, mean_length + 0.16]},
         "tokens_per_target_pass": mean_length - 0.03, "target_passes": drafts + 3,
         "repetition": {"share": 0.062, "tokens_per_target_pass_without": mean_length - 0.11},
@@ -49,7 +56,17 @@ def sample_report() -> dict:
     lengths = {"chat": 1.93, "code": 2.61, "maths": 2.34, "passage_qa": 2.05, "summarisation": 2.12,
                "translation": 1.78}
     total = numbers(2.14, 2538, 96)
+    sets = {"builtin": numbers(2.14, 2538, 96) | {
+        "categories": {name: numbers(length, 423, 16) for name, length in lengths.items()},
+        "origin": "builtin", "sha256": "0b7d" * 16, "questions": 96, "dropped": {}, "turns_after_cut_answers": 0,
+        "untemplated": 0}}
     total |= {
+        "rejections": {
+            "entropy": {"prompts": 16, "rejected": {"n": 412, "mean_nats": 1.62},
+                        "accepted": {"n": 388, "mean_nats": 0.58},
+                        "by_entropy": [{"from": 0.0, "to": 0.1, "accepted": 120, "rejected": 21},
+                                       {"from": 4.0, "to": None, "accepted": 4, "rejected": 40}]},
+            "frequent": [{"drafted": 28, "wanted": 30, "count": 61, "share": 0.025}]},
         "lossless": {"greedy": {"prompts": 24, "tokens": 1432, "mismatches": 0, "near_ties": 1,
                                 "tie_gap": 1e-4},
                      "sampling": {"tests": 16, "max_tv": 0.0132, "p_value": 0.417}},
@@ -60,6 +77,8 @@ def sample_report() -> dict:
                       {"batch": 1, "baseline_tok_s": 31.7, "speculative_tok_s": 43.1, "speedup": 1.36},
                       {"batch": 8, "baseline_tok_s": 142.0, "speculative_tok_s": 129.4, "speedup": 0.91}],
                   "draft_step_ms": 3.1, "target_step_ms": 30.9, "verify_ms": 34.6,
+                  "cycle": {"cycles": 190, "cycle_ms": 48.9, "draft_ms": 12.6, "verify_ms": 32.7, "sample_ms": 0.4,
+                            "cache_ms": 1.7, "other_ms": 1.5},
                   "engines": {"drafthouse plain loop": 30.2, "transformers generate": 31.7}},
         "memory": {"peak_bytes": 1_873_412_096},
         "latency": {"ttft_ms": {"baseline": times(3.9, 12), "speculative": times(4.1, 12)},
@@ -79,7 +98,9 @@ def sample_report() -> dict:
                      "prompts": "builtin", "prompts_sha256": "0b7d" * 16, "prompt_ids_sha256": "77e1" * 16,
                      "seed": 0},
         "total": total,
-        "sets": {name: numbers(length, 423, 16) for name, length in lengths.items()},
+        "sets": sets,
+        "prompts": [{"set": "builtin", "id": "chat-01", "category": "chat", "round": 0, "ids_sha256": "ab" * 8,
+                     "prompt_tokens": 41, "tokens": 64, "passes": 30, "drafts": 30, "accepted": 34}],
         "verdict": {"decision": "deploy within batch 1 to 4", "range": "batch 1 to 4",
                     "reasons": ["Faster at batch 1: 1.36x, 95 % CI 1.29 to 1.44.",
                                 "Slower at batch 8: 0.91x."]},
@@ -112,12 +133,16 @@ class Page(HTMLParser):
 
 def violations(value: object, schema: dict, where: str = "report") -> list[str]:
     """What breaks the schema, by the keywords in RULES alone."""
+    if schema is True:
+        return []
     if "$ref" in schema:
         return violations(value, SCHEMA["$defs"][schema["$ref"].removeprefix("#/$defs/")], where)
     found = []
     kinds = schema.get("type", list(JSON_TYPES))
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if isinstance(value, bool) or not any(isinstance(value, JSON_TYPES[kind]) for kind in kinds):
+    if isinstance(value, bool):
+        return [] if "type" not in schema else [f"{where}: {value!r} is not {kinds}"]
+    if not any(isinstance(value, JSON_TYPES[kind]) for kind in kinds):
         return [f"{where}: {value!r} is not {kinds}"]
     if "anyOf" in schema and all(violations(value, option, where) for option in schema["anyOf"]):
         found.append(f"{where}: no alternative holds")
@@ -159,8 +184,8 @@ def test_sample_follows_the_schema():
     ("total.acceptance.ci95", [1.0], "1 items"),
     ("total.acceptance.rate", 1.2, "out of range"),
     ("total.drafts", 12.5, "is not"),
-    ("sets.chat.drafts", None, "is not"),
-    ("sets.chat.extra", 1, "unknown"),
+    ("sets.builtin.drafts", None, "is not"),
+    ("sets.builtin.categories.chat.extra", 1, "unknown"),
     ("total.latency.ttft_ms.baseline", {"p50": None, "p95": 1.0, "p99": 1.0, "n": 3}, "no alternative"),
     ("verdict.decision", "deploy within", "does not match"),
     ("schema", "drafthouse.report/2", "not allowed"),
@@ -198,7 +223,8 @@ def test_headline_numbers_carry_n_and_interval(page):
 
 def test_verdict_reasons_and_every_set_are_on_the_page(page):
     report = sample_report()
-    for part in (report["verdict"]["decision"], *report["verdict"]["reasons"], *report["sets"]):
+    kinds = report["sets"]["builtin"]["categories"]
+    for part in (report["verdict"]["decision"], *report["verdict"]["reasons"], *kinds):
         assert part in page.text
 
 
@@ -213,8 +239,14 @@ def test_names_are_escaped_everywhere():
     report = sample_report()
     report["target"]["model"] = report["name"] = report["drafter"]["checkpoint"] = evil
     report["stack"]["versions"][evil] = evil
-    report["sets"][evil] = report["sets"]["chat"]
+    report["sets"]["builtin"]["categories"][evil] = report["sets"]["builtin"]["categories"]["chat"]
+    report["sets"][evil] = report["sets"]["builtin"]
     report["verdict"]["reasons"] = [evil]
+    report["sets"]["builtin"]["dropped"] = {evil: 1}
+    report["total"]["rejections"]["frequent"][0] |= {
+        "drafted_text": evil, "wanted_text": evil,
+        "examples": [{"set": "builtin", "id": evil, "before": evil, "after": evil}]}
+    report["prompts"][0] |= {"id": evil, "prompt": evil, "answer": evil}
     report["total"]["speed"]["engines"][evil] = 30.0
     report["total"]["latency"]["ttft_ms"]["baseline"]["reason"] = evil
     html = render_html(report, sample_curve())
@@ -226,12 +258,12 @@ def test_page_is_self_contained(page):
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     assert len(page.ids) == len(set(page.ids))
     assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 7
 
 
 def test_page_without_a_curve_says_so():
     page = Page(render_html(sample_report(), []))
-    assert page.tags.count("svg") == 3
+    assert page.tags.count("svg") == 6
     assert "No validation was recorded" in page.text
 
 
@@ -271,12 +303,26 @@ def test_write_report(tmp_path):
     page = write_report(report, sample_curve(), tmp_path / "eval")
     assert page == tmp_path / "eval" / "report.html"
     assert json.loads((tmp_path / "eval" / "report.json").read_text(encoding="utf-8")) == report == before
-    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "report.json"]
+    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "report.json", "report.md"]
+
+
+def test_markdown_summary():
+    """Verdict, three numbers with interval and n, kinds, percentiles without null, and the gate where there is one."""
+    report = sample_report()
+    report["target"]["model"] = "<b>|x"
+    text = markdown(report, [{"metric": "total.speed.speedup", "value": 1.36, "bound": "min 1.2", "state": "held"}])
+    assert text.startswith("### eagle3 drafter for \\<b\\>\\|x: deploy within batch 1 to 4\n\n- Faster at batch 1")
+    for part in ("| mean acceptance length (tokens per draft) | 2.14 | 2.00 to 2.30 | 2,538 drafts, 96 prompts |",
+                 "| speedup over transformers generate, batch 1 | 1.36x | 1.29 to 1.44 | 12 prompts |",
+                 "| code | 2.61 | 2.47 to 2.77 | 2.58 | 16 |", "| total.speed.speedup | 1.36 | min 1.2 | held |",
+                 "| inter-token latency, speculative (ms) | 22.0 | 47.9 | 51.3 | 564 |"):
+        assert part in text
+    assert "None" not in text and "gate" not in markdown(report)
 
 
 def test_a_number_that_is_none_stops_the_report(tmp_path):
     report = sample_report()
-    report["sets"]["code"]["acceptance"]["ci95"][1] = float("nan")
-    with pytest.raises(RunError, match=r"report\.sets\.code\.acceptance\.ci95\.1 is nan"):
+    report["sets"]["builtin"]["categories"]["code"]["acceptance"]["ci95"][1] = float("nan")
+    with pytest.raises(RunError, match=r"report\.sets\.builtin\.categories\.code\.acceptance\.ci95\.1 is nan"):
         write_report(report, [], tmp_path / "eval")
     assert not (tmp_path / "eval").exists()

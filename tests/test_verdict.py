@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.verdict import decide
+from eval.verdict import cliff, decide, kinds
 
 
 def total(mismatches: int = 0, p_value: float = 0.5, tests: int = 4, ci95: tuple = (1.3, 1.9), speedup: float = 1.6,
@@ -72,3 +72,42 @@ def test_weak_kinds_are_named():
     result = decide(total(), EVEN | {"maths": {"tokens_per_target_pass": 2.5}})
     assert "clearly weaker on maths" in reasons(result)
     assert "weaker" not in reasons(decide(total(), EVEN | {"maths": {"tokens_per_target_pass": 2.56}}))
+
+
+def test_kinds_are_categories_or_sets():
+    """A set of several categories counts by them, named by the set where there are others."""
+    block = {"tokens_per_target_pass": 3.0}
+    several = block | {"categories": {"x": block, "y": block}}
+    assert list(kinds({"a": several})) == ["x", "y"]
+    assert list(kinds({"a": several, "b": block | {"categories": {"all": block}}})) == ["a: x", "a: y", "b"]
+    result = decide(total(), {"a": several | {"categories": {"x": block, "y": {"tokens_per_target_pass": 1.0}}}})
+    assert "clearly weaker on y" in reasons(result)
+
+
+def bucket(start: int, drafts: int, mean_length: float) -> dict:
+    return {"from": start, "to": 4 * start, "drafts": drafts, "mean_length": mean_length}
+
+
+def test_a_cliff_in_the_context_limits_the_range():
+    """Case 33: acceptance that breaks down beyond 2,048 tokens is named, and longer contexts are not deployed."""
+    buckets = [bucket(0, 100, 2.4), bucket(512, 100, 2.2), bucket(2048, 40, 1.2)]
+    assert cliff(buckets) == (2048, pytest.approx(2.3), 1.2)
+    whole = total()
+    whole["acceptance"]["by_context_bucket"] = buckets
+    result = decide(whole, EVEN)
+    assert result["range"] == "batch 1 to 8 and contexts below 2,048 tokens"
+    assert "falls from 2.30 to 1.20 beyond 2,048 tokens of context" in reasons(result)
+
+
+@pytest.mark.parametrize("buckets", [
+    [bucket(0, 100, 2.4), bucket(512, 100, 1.8)],  # a slope
+    [bucket(0, 100, 2.4), bucket(512, 29, 1.0)],  # too few drafts
+    [bucket(0, 100, 1.4), bucket(512, 100, 2.4)], [bucket(0, 100, 2.4)], []])
+def test_no_cliff(buckets):
+    assert cliff(buckets) is None
+
+
+def test_untemplated_prompts_are_no_release():
+    """Case 53: whatever the speed."""
+    result = decide(total(), EVEN | {"raw": {"tokens_per_target_pass": 3.0, "untemplated": 2}})
+    assert result["decision"] == "do not deploy" and "2 prompts are token ids" in reasons(result)

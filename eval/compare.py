@@ -1,0 +1,156 @@
+"""`make compare`: reports of several runs side by side, each against the first, with significance.
+
+Run as `python -m eval.compare A/report.json B/report.json ...`. Writes compare.json, compare.html and compare.md.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from eval.earlier import check_origins, read_report
+from eval.paired import DRAWS, METRICS, conclusion, conversations, holm, judge
+from eval.plots import draw_comparison
+from eval.report import check_finite, page
+from eval.summary import escaped
+from eval.verdict import kinds
+from recipes.cli import Command, process
+from recipes.errors import ConfigError
+from recipes.files import sha256_file, write_json, write_text
+from recipes.provenance import differences
+from recipes.schema import Recipe, opt
+
+SCHEMA = "drafthouse.compare/1"
+NO_FIGURES = ("key", "prompt_ids_sha256")  # settings that follow from others
+ACROSS = "across"
+
+
+@dataclass
+class Options:
+    out: str = opt("", "folder of the comparison; empty is runs/compare")
+
+
+@dataclass
+class Run:
+    """One report, its label (letter and name) and what differs from the first one."""
+
+    label: str
+    path: Path
+    report: dict[str, Any]
+    differs: list[str] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """What the comparison's file says of it."""
+        drafter, stack, total = (self.report[key] for key in ("drafter", "stack", "total"))
+        return {"label": self.label, "report": str(self.path), "sha256": sha256_file(self.path),
+                "drafter": drafter["kind"], "checkpoint": drafter["checkpoint"], "parameters": drafter["parameters"],
+                "target": self.report["target"]["model"], "time": stack["time"], "git": stack["git"],
+                "verdict": self.report["verdict"]["decision"], "differs": self.differs,
+                "mean_length": total["acceptance"]["mean_length"], "ci95": total["acceptance"]["ci95"],
+                "tokens_per_target_pass": total["tokens_per_target_pass"],
+                "speedup": total["speed"]["speedup"], "speedup_ci95": total["speed"]["ci95"],
+                "prompts": total["prompts"], "timed": total["speed"]["prompts"],
+                "mismatches": total["lossless"]["greedy"]["mismatches"],
+                "kinds": {kind: {"mean_length": block["acceptance"]["mean_length"], "prompts": block["prompts"]}
+                          for kind, block in kinds(self.report["sets"]).items()}}
+
+
+def read_runs(paths: list[str], allowed: bool) -> list[Run]:
+    """The reports in the order given. Raises ConfigError for fewer than two, one twice, or other targets or stacks
+    than the first one's where those are not `allowed` (case 50)."""
+    if len(paths) < 2:
+        raise ConfigError(f"make compare: {len(paths)} reports named; name at least two: "
+                          'make compare ARGS="A/report.json B/report.json"')
+    if len({Path(p).resolve() for p in paths}) < len(paths):
+        raise ConfigError("make compare: a report is named twice")
+    runs = []
+    for number, name in enumerate(paths):
+        path = Path(name) / "report.json" if Path(name).is_dir() else Path(name)
+        report = read_report(path)
+        runs.append(Run(f"{letter(number)} {report['name']}", path, report))
+    for run in runs[1:]:
+        first = runs[0]
+        run.differs = check_origins(first.report, run.report, (str(first.path), str(run.path)), f"give --{ACROSS}",
+                                    allowed)
+        run.differs += differences(*({k: v for k, v in r.report["settings"].items() if k not in NO_FIGURES}
+                                     for r in (first, run)))
+    return runs
+
+
+def letter(number: int) -> str:
+    """A, B, ... Z, then numbers."""
+    return chr(ord("A") + number) if number < 26 else str(number + 1)
+
+
+def compared(runs: list[Run], seed: int) -> dict[str, Any]:
+    """The comparison's file: every metric of every run against the first."""
+    sides = [conversations(run.report) for run in runs]
+    metrics = []
+    for metric in METRICS:
+        found = [judge(metric, sides[0], side, seed) for side in sides[1:]]
+        for one, adjusted, run in zip(found, holm([one["p_value"] for one in found]), runs[1:]):
+            one |= {"run": run.label, "p_adjusted": adjusted}
+            one["conclusion"] = conclusion(metric, one)
+        metrics.append({"metric": metric.name, "label": metric.label, "unit": metric.unit,
+                        "better": "higher" if metric.higher else "lower", "against_first": found})
+    return {"schema": SCHEMA, "resamples": DRAWS, "seed": seed, "runs": [run.summary() for run in runs],
+            "metrics": metrics}
+
+
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """Each metric of each run against the first, as the cells of a table."""
+    found = []
+    for metric in result["metrics"]:
+        for one in metric["against_first"]:
+            n = f"{one['n'][0]} pairs" if one["paired"] else f"unpaired, {one['n'][0]} and {one['n'][1]}"
+            if one["difference"] is None:
+                found.append([metric["label"], one["run"], "n/a", "n/a", one["reason"], n, one["conclusion"]])
+                continue
+            low, high = one["ci95"]
+            found.append([metric["label"], one["run"], f"{one['a']:.3f}", f"{one['b']:.3f}",
+                          f"{one['difference']:+.3f} ({low:+.3f} to {high:+.3f})", n,
+                          f"{one['conclusion']} (p = {one['p_adjusted']:.2g})"])
+    return found
+
+
+HEADINGS = ["metric", "run", "first", "run's", "difference (95 % CI)", "n", "conclusion"]
+
+
+def as_markdown(result: dict[str, Any]) -> str:
+    """The same table for a pull request."""
+    lines = [f"**Comparison with {escaped(result['runs'][0]['label'])}**", "", f"| {' | '.join(HEADINGS)} |",
+             f"|{'---|' * len(HEADINGS)}"]
+    lines += [f"| {' | '.join(map(escaped, row))} |" for row in rows(result)]
+    for run in result["runs"][1:]:
+        if run["differs"]:
+            lines += ["", f"{escaped(run['label'])} differs: {escaped('; '.join(run['differs']))}"]
+    return "\n".join(lines) + "\n"
+
+
+def main(recipe: Recipe, switches: set[str], operands: list[str], options: Options) -> None:
+    runs = read_runs(operands, ACROSS in switches)
+    result = compared(runs, recipe.eval.seed)
+    check_finite(result, "comparison")
+    folder = Path(options.out or Path(recipe.runs_dir) / "compare")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "compare.json", result)
+    write_text(folder / "compare.md", as_markdown(result))
+    write_text(folder / "compare.html", page("compare.html.j2", result=result, plots=draw_comparison(result["runs"]),
+                                             rows=rows(result), headings=HEADINGS))
+    table = Table(*HEADINGS)
+    for row in rows(result):
+        table.add_row(*row)
+    Console(width=150).print(table, markup=False)
+    for run in runs[1:]:
+        for difference in run.differs:
+            print(f"{run.label}: {difference}")
+    print(f"comparison: {folder / 'compare.html'}")
+
+
+COMMAND = Command("make compare", "Compares reports of several runs, each with the first, with significance.", main,
+                  {ACROSS: "compare although targets or stacks differ"}, Options, "A/report.json B/report.json ...")
+
+if __name__ == "__main__":
+    process(COMMAND)
