@@ -28,6 +28,7 @@ help:
 	@echo "make test        fresh machine to green test suite; also: test-slow, test-vllm, lint"
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
 	@echo "make plan        memory, disk, time and cost of each stage before anything is rented (docs/plan.md)"
+	@echo "make roi         what the drafter is worth; ARGS=\"measure|calibrate|plan|check CLAIM|validate FILE\" (docs/roi.md)"
 	@echo "make launch      files for several nodes; ARGS=\"--nodes 2 --gpus 8 --scheduler slurm|torchrun|accelerate\""
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make layers      searches the target layers that feed a drafter best, on a part of the traces (docs/training.md)"
@@ -99,7 +100,11 @@ bench: $(READY)
 plan: $(READY)
 	$(PY) -m eval.plan --config $(RECIPE) $(ARGS)
 
-compare serve-check doctor publish roi:
+# What the drafter is worth: ARGS="measure | calibrate | plan | check CLAIM | validate FILE" (docs/roi.md)
+roi: $(READY)
+	$(PY) -m eval.roi --config $(RECIPE) $(ARGS)
+
+compare serve-check doctor publish:
 	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
 
 clean:

@@ -35,7 +35,7 @@ PRIORS = {
         Constants(),
         {"moved": 0.15, "done": 0.3, "layer_us": 1.0, "reduce_us": 0.5, "cycle_us": 0.7, "draft_us": 0.7,
          "row_us": 1.0, "apart": 0.2, "rest": 0.5},
-        "a GPU engine with CUDA graphs: 70B in fp8 reaches 74 % of the bandwidth (TensorRT-LLM), 8B in bf16 88 %; large "
+        "a GPU engine with CUDA graphs: 70B in fp8 reaches 74 % of the bandwidth (TensorRT-LLM), 8B in bf16 88 %; wide "
         "products about half of the peak; graphs leave about 15 us a layer, a sum over NVLink 10 us; a drafter's pass "
         "and a cycle's bookkeeping are host work of tenths of a millisecond to milliseconds"),
     "loop": Prior(

@@ -16,7 +16,7 @@ from recipes.errors import ConfigError
 from recipes.hardware import known
 from recipes.model_shape import ModelShape
 from recipes.named_shapes import named, short_shape
-from recipes.speculation import Draft, Place, Step, speedup, tokens_per_second
+from recipes.speculation import KINDS, Draft, Place, Step, speedup, tokens_per_second
 
 CONTEXT = 1024.0  # mean cached tokens where a point gives none
 PROMPT, ANSWER = 0.75, 0.5  # of the mean context: a prompt of 0.75 and an answer of 0.5 have it half-way through
@@ -53,9 +53,12 @@ def eagle_size(shape: ModelShape, taps: int = 3, draft_vocab: int = DRAFT_VOCAB,
     return DraftSize(H, H, taps, a.heads, a.kv_heads or a.heads, dim, width, draft_vocab, shape.vocab, layers=layers)
 
 
-def draft_of(kind: str, shape: ModelShape) -> Draft:
-    kind = {"eagle": "eagle3", "mtp": "mtp", "ngram": "lookup"}.get(kind, kind)
-    return Draft(kind, eagle_size(shape)) if kind in ("eagle3", "parallel") else Draft(kind)
+def draft_of(kind: str, shape: ModelShape, models: dict[str, Any] | None = None) -> Draft:
+    """A drafter of this kind, or the standalone model of this name. ConfigError for neither."""
+    if kind in KINDS and kind != "model":
+        return Draft(kind, eagle_size(shape)) if kind in ("eagle3", "parallel") else Draft(kind)
+    short = named(kind, models)
+    return Draft("model", model=short_shape(short, f"draft {kind}"), bits=short.get("bits", 16))
 
 
 def step_of(point: dict[str, Any], default: dict[str, Any]) -> Step:
@@ -74,10 +77,10 @@ def observations_of(point: dict[str, Any], models: dict[str, Any]) -> list[Obser
     for step in point.get("calibrate", []):
         place = place_of(step.get("model", point["model"]), point["hw"], step.get("tp", point["tp"]),
                          step.get("bits", point.get("bits", 0)), models)
-        draft = draft_of(point.get("draft", "eagle3"), place.shape)
+        draft = draft_of(point.get("draft", "eagle3"), place.shape, models)
         found.append(Observation("step", step["ms"] / 1e3, place, draft, step_of(step, point)))
     place = place_of(point["model"], point["hw"], point["tp"], point.get("bits", 0), models)
-    draft = draft_of(point.get("draft", "eagle3"), place.shape)
+    draft = draft_of(point.get("draft", "eagle3"), place.shape, models)
     for batch, value in point.get("calibrate_S", {}).items():
         found.append(Observation("speedup", value, place, draft, step_of({**point, "B": float(batch)}, point)))
     if "anchor_tok_s" in point:
@@ -111,7 +114,7 @@ def judge(point: dict[str, Any], models: dict[str, Any]) -> Judged:
     """Predicts one point. ConfigError for one of another kind."""
     observations = observations_of(point, models)
     place = place_of(point["model"], point["hw"], point["tp"], point.get("bits", 0), models)
-    draft, step = draft_of(point.get("draft", "eagle3"), place.shape), step_of(point, point)
+    draft, step = draft_of(point.get("draft", "eagle3"), place.shape, models), step_of(point, point)
     found = fit(observations)
     if point["kind"] in ("speedup", "speedup_calS"):
         def predict(c):
@@ -156,8 +159,8 @@ def lines(judged: list[Judged]) -> list[str]:
     sizes = [abs(j.error) for j in judged]
     left = [abs(e) for j in judged for e in j.left_out if j.steps > 1]
     if sizes:
-        said.append(f"error: median {100 * np.median(sizes):.1f} %, 90th percentile {100 * np.percentile(sizes, 90):.1f}"
-                    f" %, worst {100 * max(sizes):.1f} % (n = {len(sizes)})")
+        said.append(f"error: median {100 * np.median(sizes):.1f} %, 90th percentile "
+                    f"{100 * np.percentile(sizes, 90):.1f} %, worst {100 * max(sizes):.1f} % (n = {len(sizes)})")
     if left:
         said.append(f"calibration steps predicted from the others of their point (leave one out): median "
                     f"{100 * np.median(left):.1f} %, 90th percentile {100 * np.percentile(left, 90):.1f} %, worst "

@@ -1,12 +1,15 @@
 """What every entry point shares: flags, exit codes, errors without a traceback, the run's folder."""
 
 import difflib
+import itertools
+import json
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import get_origin
 
 from recipes.errors import INTERRUPTED, MAKE_ROOM, NO_SPACE, ConfigError, DrafthouseError, RunError
 from recipes.files import write_text
@@ -20,18 +23,21 @@ DEFAULT_RECIPE = "recipes/smollm2-135m/eagle3-demo.yaml"
 @dataclass
 class Command:
     """One stage as the user calls it. `switches` are flags without a value: name -> help. `options`: the dataclass of
-    options that are no part of a recipe; `main` gets them third."""
+    options that are no part of a recipe; `main` gets them third. `words`: what plain words on the command line mean;
+    `main` gets their list last, and a list among the options takes all the words behind it."""
 
     name: str
     about: str
     main: Callable[..., None]  # (recipe, switches) or, with options, (recipe, switches, options)
     switches: dict[str, str] = field(default_factory=dict)
     options: type | None = None
+    words: str = ""
 
 
 def help_text(command: Command) -> str:
     lines = [command.about, "", f'usage: {command.name} RECIPE=recipes/x.yaml ARGS="--section.field value ..."',
              "or the command that it prints, with --config recipes/x.yaml --section.field value ...", ""]
+    lines += [f"  WORDS  {command.words}"] if command.words else []
     lines += ["  --config FILE  the recipe", "  --cache-dir DIR  short for --target.cache_dir"]
     lines += ["  --debug  show the traceback of an error"]
     lines += [f"  --{name}  {about}" for name, about in command.switches.items()]
@@ -43,6 +49,26 @@ def help_text(command: Command) -> str:
         exit codes: 0 done, 2 bad usage or configuration, 1 failed or gate broken,
         130 interrupted, 143 stopped by SIGTERM after saving""")]
     return "\n".join(lines)
+
+
+def split_words(command: Command, argv: list[str]) -> tuple[list[str], list[str]]:
+    """(argv without plain words, the words). The words behind an option that is a list become its one value."""
+    lists = {f.name for f in fields(command.options) if get_origin(f.type) is list} if command.options else set()
+    rest, words, left = [], [], list(argv)
+    while left:
+        item = left.pop(0)
+        if not item.startswith("--"):
+            words.append(item)
+            continue
+        rest.append(item)
+        name = item.removeprefix("--")
+        if name in lists:
+            values = list(itertools.takewhile(lambda x: not x.startswith("--"), left))
+            del left[: len(values)]
+            rest.append(json.dumps(values))
+        elif left and "=" not in name and name != "debug" and name not in command.switches:
+            rest.append(left.pop(0))
+    return rest, words
 
 
 def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], set[str], bool]:
@@ -91,9 +117,10 @@ def run(command: Command, argv: list[str] | None = None) -> None:
         sys.exit(0)
     debug = "--debug" in argv
     try:
-        path, overrides, switches, debug = parse_args(command, argv)
+        rest, words = split_words(command, argv) if command.words else (argv, [])
+        path, overrides, switches, debug = parse_args(command, rest)
         options = own_options(command, overrides)
-        command.main(load_recipe(path, overrides), switches, *options)
+        command.main(load_recipe(path, overrides), switches, *options, *([words] if command.words else []))
     except DrafthouseError as error:
         fail(command.name, str(error), error.exit_code, debug)
     except OSError as error:

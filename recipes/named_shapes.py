@@ -1,7 +1,7 @@
 """Sizes of targets by name (recipes/shapes.json), in the short form that a claim or a set of public points uses.
 
-Short form: L layers, d hidden, heads, kv_heads, head_dim, ff, V vocabulary, tied; of experts: experts, top_k, expert_ff,
-shared_experts, dense_layers, dense_ff; `attention` "MLA (...)"; bits of its weights where not 16.
+Short form: L layers, d hidden, heads, kv_heads, head_dim, ff, V vocabulary, tied; of experts: experts, top_k,
+expert_ff, shared_experts, dense_layers, dense_ff; `attention` "MLA (...)"; bits of its weights where not 16.
 """
 
 import json
