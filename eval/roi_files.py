@@ -198,6 +198,7 @@ class Acceptance:
     target: str = opt("", "the target's name")
     weight_bits: NonNegativeFloat = opt(16.0, "bits of its weights when it was measured")
     mode: str = opt("measured", "measured or synthetic")
+    prompts: str = opt("chat", "chat: rendered with the target's chat template; completion, random: refused")
     engine: dict[str, Any] = opt({}, "engine of its own step times, where it has any")
     requests: int = opt(0, "requests whose own acceptance length was recorded")
     slowest: NonNegativeFloat = opt(0.0, "acceptance length that 99 of 100 requests exceed; 0 is not recorded")
@@ -228,7 +229,7 @@ def read_acceptance(path: Path, domain: str) -> Acceptance:
         found = _of_report(values, domain)
     else:
         raise ConfigError(f"{path}: schema {schema!r}: must be an eval/report.json or {ACCEPTANCE}")
-    refuse.made_up_acceptance(found.mode)
+    refuse.made_up_acceptance(found.mode, found.prompts)
     return found
 
 

@@ -53,8 +53,8 @@ def planner_of(base: Planner, load: Workload) -> Planner:
 
 
 def one(base: Planner, load: Workload, method: Method, target: str) -> dict[str, Any]:
-    """GPUs of a workload without the drafter, with it, and with whichever needs fewer. RunError-like refusals where
-    its acceptance is of other conditions; ConfigError where plain decoding cannot keep the SLO."""
+    """GPUs of a workload without the drafter, with it, and with whichever needs fewer. A refusal where
+    its acceptance is of other conditions; ConfigError where neither side keeps the SLO."""
     planner = planner_of(base, load)
     check(planner, [method], target)
 
@@ -97,7 +97,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     said = [f"{'workload':24} {'GPUs plain':>11} {'with drafter':>13} {'best':>5}  drafter"]
     for row in found["workloads"]:
         said.append(f"{row['name']:24} {shown(row['plain']):>11} {shown(row['speculative']):>13} "
-                    f"{shown(row['best']):>5}  {row['method'] + ', K ' + str(row['K']) if row['keeps_drafter'] else 'dropped'}")
+                    f"{shown(row['best']):>5}  "
+                    + (f"{row['method']}, K {row['K']}" if row["keeps_drafter"] else "dropped"))
     total = found["gpus"]
     said.append(f"{'total':24} {shown(total['plain']):>11} {shown(total['speculative']):>13} {shown(total['best']):>5}")
     if found["dropped"] and found["moved_by_dropping"] is not None:

@@ -7,7 +7,7 @@ import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from eval.report import BLUE, GREEN, GREY, INK, ORANGE, STYLE, _figure, _svg, fixed, percent
 
@@ -54,8 +54,9 @@ def _plain_log(axes: Axes, axis: str) -> None:
     own = getattr(axes, f"{axis}axis")
     formatter = ScalarFormatter()
     formatter.set_scientific(False)
+    own.set_major_locator(LogLocator(subs=(1, 2, 5)))
     own.set_major_formatter(formatter)
-    own.set_minor_formatter("")
+    own.set_minor_locator(NullLocator())
 
 
 def plot_speedup(plan: dict[str, Any], colours: dict[str, str]) -> Markup:

@@ -241,7 +241,8 @@ def sensitivity(planner: Planner, method: Method) -> list[dict[str, Any]]:
         ("answers half, double", lambda: saved(moved(output_tokens=0.5 * s.output_tokens)),
          lambda: saved(moved(output_tokens=2 * s.output_tokens))),
     ]
-    return [{"input": name, "low": low(), "base": saved(planner), "high": high()} for name, low, high in cases]
+    base = saved(planner)
+    return [{"input": name, "low": low(), "base": base, "high": high()} for name, low, high in cases]
 
 
 def scaled(planner: Planner, factor: float) -> Planner:

@@ -67,8 +67,8 @@ def beyond_bounds(speedup: float | None = None, kept: float | None = None, tok_s
                   bound: float | None = None) -> None:
     """4: no speedup above the acceptance length, no rate above what reading the weights allows."""
     if speedup is not None and kept is not None and speedup > kept * (1 + 1e-9):
-        raise Refusal(4, f"a speedup of {speedup:.2f} is above the acceptance length of {kept:.2f}: each cycle takes at "
-                         "least one pass of the target; the two figures are not of the same run")
+        raise Refusal(4, f"a speedup of {speedup:.2f} is above the acceptance length of {kept:.2f}: each cycle takes "
+                         "at least one pass of the target; the two figures are not of the same run")
     if tok_s is not None and bound is not None and tok_s > bound * (1 + 1e-9):
         raise Refusal(4, f"{tok_s:,.0f} tokens/s is above {bound:,.0f}, what reading the weights once a step allows")
 
@@ -80,8 +80,11 @@ def beyond_measured(verified: float, largest: float) -> None:
                          f"one, {largest:,.0f}: measure a larger one")
 
 
-def made_up_acceptance(mode: str) -> None:
-    """6: synthetic acceptance is good for step times only."""
+def made_up_acceptance(mode: str, prompts: str = "chat") -> None:
+    """6: synthetic acceptance is good for step times only, and so is that of prompts that nobody sends (case 53)."""
+    if prompts != "chat":
+        raise Refusal(6, f"acceptance was measured on {prompts} prompts: without the target's chat template, or on random "
+                         "tokens, it is not that of the traffic")
     if mode != "measured":
         raise Refusal(6, f"acceptance is {mode}, not measured: it may serve for step times, never for what a drafter "
                          "is worth")
@@ -111,11 +114,11 @@ def split_replica(replicas: float, ranks: int, shape: ModelShape) -> None:
 def unfair_saving(best_plain: float | None, slo_plain: float | None, slo_speculative: float | None) -> None:
     """9: a saving is against the best plain configuration under the same SLO, not at one batch."""
     if best_plain is None:
-        raise Refusal(9, "a saving at a fixed batch: plain decoding may reach as much with another; give the best plain "
-                         "configuration under the same SLO")
+        raise Refusal(9, "a saving at a fixed batch: plain decoding may reach as much with another; give the best "
+                         "plain configuration under the same SLO")
     if slo_plain != slo_speculative:
-        raise Refusal(9, f"plain decoding is held to {slo_plain} ms a token, speculation to {slo_speculative}: a saving "
-                         "needs the same SLO on both sides")
+        raise Refusal(9, f"plain decoding is held to {slo_plain} ms a token, speculation to {slo_speculative}: a "
+                         "saving needs the same SLO on both sides")
 
 
 def size_crossover(sizes_alone: bool) -> None:
@@ -131,8 +134,8 @@ def no_room(needed: float, memory: float, gpus: int, headroom: float) -> None:
         raise Refusal(11, f"{gpus} GPUs hold {memory / 1e9:,.1f} GB each, weights, drafter and cache need "
                           f"{needed / 1e9:,.1f} GB")
     if not 0 < headroom < 1:
-        raise Refusal(11, f"headroom = {headroom:g}: fewer GPUs need headroom; plan with a share below 1 of a replica's "
-                          "rate")
+        raise Refusal(11, f"headroom = {headroom:g}: fewer GPUs need headroom; plan with a share below 1 of a "
+                          "replica's rate")
 
 
 def constant_spot(kind: str, days: float, said: bool) -> None:

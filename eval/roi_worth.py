@@ -105,8 +105,9 @@ def notes(planner: Planner, methods: list[Method], best: dict[str, Point]) -> li
         more = [b for b in BATCHES if b > point.batch]
         if more and planner.memory(PLAIN, more[0]) <= s.memory_share * planner.memory_bytes and (
                 more[0] * (point.K + 1) > refuse.WIDEST * calibration.largest):
-            found.append(f"{'no drafter' if name == PLAIN.name else name}: its best batch, {point.batch}, is the largest "
-                         "within what was measured; a larger measured step may show a better one")
+            shown = "no drafter" if name == PLAIN.name else name
+            found.append(f"{shown}: batch {point.batch} is the largest within what was measured, so it may have a "
+                         "better configuration; measure a larger step before choosing by it")
     for method in methods:
         if method.name not in best:
             found.append(f"{method.name}: no configuration keeps the SLO of {s.slo_ms:g} ms a token")
@@ -145,10 +146,10 @@ def prose(planner: Planner, methods: list[Method], plan: dict[str, Any]) -> list
         share, (low, high) = worth_of["saving"]["share"], worth_of["saving"]["interval"]
         ours, plain = plan["best"][method.name], plan["best"][PLAIN.name]
         slo = f"under {s.slo_ms:g} ms a token" if s.slo_ms else "without a limit on latency"
-        verb = "costs less" if share > 0 else "costs more"
-        said.append(f"At its best {slo} (batch {ours['batch']}, {ours['K']} draft tokens) a token {verb} GPU time than "
-                    f"at the best plain configuration (batch {plain['batch']}): {100 * share:.0f} % saved (90 % "
-                    f"interval {100 * low:.0f} to {100 * high:.0f} %).")
+        verb = f"{100 * share:.0f} % less" if share > 0 else f"{-100 * share:.0f} % more"
+        said.append(f"At its best {slo} (batch {ours['batch']}, K {ours['K']}) a token costs {verb} GPU time than at "
+                    f"the best plain configuration (batch {plain['batch']}); saved: {100 * share:.0f} %, 90 % interval "
+                    f"{100 * low:.0f} to {100 * high:.0f} %.")
         said += _demand(s, worth_of)
     return said
 
@@ -160,7 +161,8 @@ def _demand(s, worth_of: dict[str, Any]) -> list[str]:
     line = (f"For {s.demand_tok_s:,.0f} tokens/s with {100 * s.headroom:.0f} % of each replica planned with: "
             f"{at['plain']['gpus']} GPUs without it, {at['speculative']['gpus']} with it")
     if "saved_in_days" in worth_of:
-        line += f"; ${worth_of['saved_in_days']['dollars']:,.0f} in {s.days:g} days"
+        dollars = worth_of["saved_in_days"]["dollars"]
+        line += f"; ${abs(dollars):,.0f} {'less' if dollars >= 0 else 'more'} in {s.days:g} days"
     found = [line + "."]
     if worth_of.get("training"):
         days, hours = worth_of["payback_days"], worth_of["training"]["gpu_hours"]

@@ -253,7 +253,7 @@ class Roi:
                                                     "provenance")
     training_price_per_gpu_hour: NonNegativeFloat = opt(0.0, "their price; 0: price_per_gpu_hour")
     batches: list[PositiveInt] = opt([1, 2, 4, 8], "measure: rows of a step; the first and the last calibrate")
-    draft_lengths: list[PositiveInt] = opt([2, 5], "measure: draft lengths K, and K+1 the widths of the target's passes")
+    draft_lengths: list[PositiveInt] = opt([2, 5], "measure: draft lengths K; K+1 are the widths of target passes")
     contexts: list[PositiveInt] = opt([200], "measure: cached tokens a row")
     held_out: list[PositiveInt] = opt([3], "measure: draft lengths that are measured and predicted, not calibrated on")
     rounds: PositiveInt = opt(7, "measure: rounds whose median counts")

@@ -66,8 +66,9 @@ def test_5_beyond_what_was_measured():
 
 
 def test_6_synthetic_acceptance():
-    """Gate R4."""
+    """Gate R4, and acceptance of random or untemplated prompts (case 53)."""
     refused(6, refuse.made_up_acceptance, GATES["R4"]["accept_mode"])
+    assert "chat template" in refused(6, refuse.made_up_acceptance, "measured", "random")
     refuse.made_up_acceptance("measured")
 
 
