@@ -191,7 +191,10 @@ class Acceptance:
     kind: str = opt("eagle3", "eagle3, parallel, medusa, mtp, lookup, or a named shape: a standalone draft model")
     per_position: list[float] = opt([], "cumulative rate of each draft position")
     relative_sd: NonNegativeFloat = opt(0.05, "standard deviation of the acceptance length over its value")
-    tokens_per_pass: NonNegativeFloat = opt(0.0, "lookup: kept tokens a target pass, passes without a draft included")
+    tokens_per_pass: NonNegativeFloat = opt(0.0, "lookup, tree: kept tokens a target pass, passes without a draft "
+                                                 "included; then no other draft length is planned")
+    topk: PositiveInt = opt(1, "tree: branches of a level")
+    verified: int = opt(0, "tree: nodes verified a row; 0 is a chain")
     domain: str = opt("", "prompts")
     temperature: NonNegativeFloat = opt(0.0, "of the answers")
     context: list[float] = opt([0.0, 0.0], "shortest and longest context measured")

@@ -17,12 +17,12 @@ import torch
 from data.chat import prompt_ids
 from data.prompts import evaluation_prompts
 from drafters import checkpoint
-from drafters.base import Drafter
+from drafters.base import Drafter, DraftSession
 from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
 from drafters.registry import entry, options_of
 from drafters.target import Target
-from eval.decode import Decoder
+from eval.decode import Decoder, Output, Rows
 from eval.plan import draft_size, read_config
 from eval.plan_machine import BITS
 from eval.probe import measure as probe
@@ -33,6 +33,19 @@ from recipes.provenance import stamp
 from recipes.schema import Recipe
 
 CYCLES = 8  # of one run; the first, after the prompts, is not counted
+
+
+class Short(Decoder):
+    """The loop, ended after CYCLES steps whatever was accepted."""
+
+    left = CYCLES + 1  # the prompts retire rows once too
+
+    def retire(self, rows: Rows, outputs: list[Output], session: DraftSession | None) -> None:
+        self.left -= 1
+        if self.left:
+            super().retire(rows, outputs, session)
+        else:
+            rows.index = []
 
 
 @dataclass
@@ -49,12 +62,10 @@ class Loop:
 
     def cycles(self, prompt: list[int], rows: int, K: int) -> tuple[float, float]:
         """(median seconds of a cycle, or of a plain step where K is 0; tokens kept a row and cycle)."""
-        decoder = Decoder(self.target, CYCLES * (K + 1) + 1, end_ids=[])
-        decoder.max_tokens = CYCLES + 1 if not K else decoder.max_tokens
+        decoder = Short(self.target, CYCLES * (K + 1) + 2, end_ids=[])
         out = (decoder.speculative([prompt] * rows, self.drafter, K) if K else decoder.plain([prompt] * rows))[0]
-        gaps = [now - before for (before, _), (now, _) in zip(out.times, out.times[1:])][:CYCLES]
-        counted = gaps[1:] or gaps
-        return statistics.median(counted), (out.acceptance.mean_length if K else 1.0)
+        gaps = [now - before for (before, _), (now, _) in zip(out.times, out.times[1:])]
+        return statistics.median(gaps[1:]), (out.acceptance.mean_length if K else 1.0)
 
     def passes(self, context: int, rows: int, width: int) -> Callable[[], Any]:
         """A call that runs one pass of the target over `width` tokens a row."""
@@ -120,8 +131,9 @@ def grid(recipe: Recipe) -> list[tuple[int, int, int, bool]]:
 
 
 @torch.inference_mode()
-def measure(recipe: Recipe, progress: Callable[[str], None]) -> Steps:
-    """Times everything in turns. Raises ConfigError where the target's context is too short."""
+def measure(recipe: Recipe, progress: Callable[[str], None], parts: bool = True) -> Steps:
+    """Times everything in turns; without `parts` plain steps and cycles only. Raises ConfigError where the target's
+    context is too short."""
     loop, section = open_loop(recipe), recipe.roi
     room = loop.target.max_length - CYCLES * (max([*section.draft_lengths, *section.held_out]) + 1) - 2
     if max(section.contexts) > room:
@@ -131,7 +143,7 @@ def measure(recipe: Recipe, progress: Callable[[str], None]) -> Steps:
     works: dict[tuple, Callable[[], tuple[float, float]]] = {}
     for context, rows, K, held_out in grid(recipe):
         works["step", context, rows, K, held_out] = lambda c=context, b=rows, k=K: loop.cycles(prompts[c], b, k)
-    for context in section.contexts:
+    for context in section.contexts if parts else []:
         for rows in (section.batches[0], section.batches[-1]):
             for K in section.draft_lengths:
                 works["target", context, rows, K + 1, False] = timed(loop, loop.passes(context, rows, K + 1))

@@ -49,6 +49,10 @@ class Method:
         longest = self.accepted.longest
         return range(longest if self.accepted.tokens_per_pass else 1, longest + 1)
 
+    def width(self, K: int) -> int:
+        """Tokens that a step verifies a row."""
+        return ((self.accepted.verified if self.accepted else 0) or K + 1) if K else 1
+
     def kept(self, K: int, factor: float = 1.0) -> float:
         """Acceptance length; `factor` multiplies it, kept between 1 and K + 1."""
         return min(max(self.accepted.kept(K) * factor, 1.0), K + 1.0) if K else 1.0
@@ -86,10 +90,10 @@ class Planner:
     def constants(self) -> Constants:
         return self.calibration.fit.constants
 
-    def step(self, batch: int, K: int, kept: float) -> Step:
-        s = self.section
+    def step(self, method: Method, batch: int, K: int, kept: float) -> Step:
+        s, topk = self.section, method.accepted.topk if K else 1
         apart = s.pools == "apart"
-        return Step(batch, K, s.input_tokens + s.output_tokens / 2, 1, 0, kept, 0.0 if apart else s.input_tokens,
+        return Step(batch, K, s.input_tokens + s.output_tokens / 2, topk, method.width(K), kept, 0.0 if apart else s.input_tokens,
                     0.0 if apart else s.output_tokens)
 
     def memory(self, method: Method, batch: int) -> float:
@@ -110,11 +114,11 @@ class Planner:
         """Batches that fit into memory and are no more than twice the largest measured step (5)."""
         room = self.section.memory_share * self.memory_bytes
         most = refuse.WIDEST * self.calibration.largest
-        return [b for b in BATCHES if b * (K + 1 if K else 1) <= most and self.memory(method, b) <= room]
+        return [b for b in BATCHES if b * method.width(K) <= most and self.memory(method, b) <= room]
 
     def point(self, method: Method, batch: int, K: int, c: Constants | None = None, factor: float = 1.0) -> Point:
         c, kept = c or self.constants, method.kept(K, factor)
-        step = self.step(batch, K, kept)
+        step = self.step(method, batch, K, kept)
         took = step_seconds(method.draft, self.place, c, step)
         slowest = method.accepted.slowest if method.accepted and K else 1.0
         tail = None

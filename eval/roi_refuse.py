@@ -83,8 +83,8 @@ def beyond_measured(verified: float, largest: float) -> None:
 def made_up_acceptance(mode: str, prompts: str = "chat") -> None:
     """6: synthetic acceptance is good for step times only, and so is that of prompts that nobody sends (case 53)."""
     if prompts != "chat":
-        raise Refusal(6, f"acceptance was measured on {prompts} prompts: without the target's chat template, or on random "
-                         "tokens, it is not that of the traffic")
+        raise Refusal(6, f"acceptance was measured on {prompts} prompts: without the target's chat template, or on "
+                         "random tokens, it is not that of the traffic")
     if mode != "measured":
         raise Refusal(6, f"acceptance is {mode}, not measured: it may serve for step times, never for what a drafter "
                          "is worth")

@@ -39,6 +39,7 @@ SMALL = {
     "answers": ["--answers.batch_sizes", "[2, 3]", "--answers.max_tokens", "5", "--answers.source", "traces"],
     "precision": ["--precision.rows", "3"],
     "trained": ["--trained.judges", "2", "--trained.dtypes", '["float32", "int8"]'],
+    "speedups": ["--speedups.batches", "[1, 2]", "--speedups.lengths", "[1, 2]", "--speedups.context", "30"],
 }
 RATIOS = {  # variants with a ratio, and what the reference is
     "generate": {"greedy": ["transformers"], "sampled": ["transformers", "drafthouse"],
@@ -51,6 +52,7 @@ RATIOS = {  # variants with a ratio, and what the reference is
     "answers": {"rows_3": ["drafthouse"]},
     "precision": {},
     "trained": {},
+    "speedups": {},
 }
 
 

@@ -131,6 +131,18 @@ def test_loss_under_load_is_found(world):
     assert plan["choice"][0]["method"] == "weak"
 
 
+def test_a_tree_verifies_its_nodes():
+    """A tree costs topk branches a level and its nodes in verification, at its own shape only."""
+    made = steps(*GRID)
+    planner = Planner(Roi(model=MODEL), calibrate(made), made.place(), 80e9)
+    tree = Method("t", made.draft(), Acceptance(per_position=[0.6, 0.4], tokens_per_pass=2.4, topk=4, verified=30))
+    assert list(tree.lengths()) == [2] and max(planner.batches(tree, 2)) * 30 <= 2 * 64 * 6
+    step = planner.step(tree, 8, 2, 2.4)
+    assert (step.topk, step.width, step.kept) == (4, 30, 2.4)
+    chain = Method("c", made.draft(), Acceptance(per_position=[0.6, 0.4], tokens_per_pass=2.4))
+    assert planner.point(tree, 8, 2).gap_ms > planner.point(chain, 8, 2).gap_ms
+
+
 def test_winning_intervals_need_not_be_one():
     """A curve that crosses 1 three times has two intervals (one break-even number would be wrong)."""
     curve = [{"batch": b, "speedup": s} for b, s in ((1, 1.2), (2, 1.1), (4, 0.9), (8, 1.3), (16, 1.1), (32, 0.8))]
