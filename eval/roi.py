@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from eval import roi_check, roi_files, roi_fleet, roi_measure, roi_page, roi_validate
+from eval import roi_check, roi_files, roi_fleet, roi_measure, roi_page, roi_server, roi_validate
 from eval import roi_refuse as refuse
 from eval.plan import read_config
 from eval.roi_calibrate import Observation
@@ -36,6 +36,7 @@ from recipes.schema import Recipe, opt
 class Options:
     """What the sub-commands take beside the recipe."""
 
+    draft_length: int = opt(0, "measure a server: the draft length that it was started with; 0: without a drafter")
     steps: str = opt("", "calibrate: the measured steps; empty is runs/<name>/roi/steps.json")
     calibration: str = opt("", "plan: the calibration; empty is runs/<name>/roi/calibration.json")
     reports: list[str] = opt([], "plan: measured acceptance, one file a drafter; empty is runs/<name>/eval/report.json")
@@ -55,10 +56,14 @@ def folder_of(recipe: Recipe) -> Path:
 
 
 def measure(recipe: Recipe, options: Options, words: list[str]) -> None:
-    """Times this machine's loop."""
+    """Times this machine's loop, or a live server where generation.server.base_url names one."""
     console = Console(stderr=True)
-    steps = roi_measure.measure(recipe, lambda said: console.print(said, highlight=False))
     path = folder_of(recipe) / "steps.json"
+    if recipe.generation.server.base_url:
+        before = roi_files.read_steps(path) if path.exists() else None
+        steps = roi_server.measure(recipe, options.draft_length, before)
+    else:
+        steps = roi_measure.measure(recipe, lambda said: console.print(said, highlight=False))
     write_json(path, dataclasses.asdict(steps))
     for p in steps.points:
         print(f"{p.what:7} rows {p.rows:3} {'width' if p.what == 'target' else 'K'} {p.width or p.K:2} "

@@ -93,8 +93,8 @@ class Planner:
     def step(self, method: Method, batch: int, K: int, kept: float) -> Step:
         s, topk = self.section, method.accepted.topk if K else 1
         apart = s.pools == "apart"
-        return Step(batch, K, s.input_tokens + s.output_tokens / 2, topk, method.width(K), kept, 0.0 if apart else s.input_tokens,
-                    0.0 if apart else s.output_tokens)
+        prompt, answer = (0.0, 0.0) if apart else (s.input_tokens, s.output_tokens)
+        return Step(batch, K, s.input_tokens + s.output_tokens / 2, topk, method.width(K), kept, prompt, answer)
 
     def memory(self, method: Method, batch: int) -> float:
         """Bytes a GPU: weights, drafter, both caches of requests at their longest (11: a drafter takes room)."""
