@@ -23,6 +23,7 @@ from recipes.speculation import (
     Place,
     Step,
     cycle_seconds,
+    one_layer,
     prompt_seconds,
     step_seconds,
     weight_read_bound,
@@ -105,9 +106,13 @@ class Planner:
         if size and method is not PLAIN:
             token = 2 * size.kv_heads * size.head_dim * size.layers * keep.cache_bits / 8
             held += (size.parameters * method.draft.bits / 8 + batch * length * token) / keep.ranks
-        elif model:
+        elif method.draft.kind == "medusa":
+            heads = method.accepted.longest * shape.hidden * (shape.hidden + shape.vocab)
+            held += heads * method.draft.bits / 8 / keep.ranks
+        elif model or method.draft.kind == "mtp":
             own = replace(keep, weight_bits=method.draft.bits)
-            held += weights_per_gpu(model, own) + cache_per_gpu(model, batch, length, own)
+            drafting = model or one_layer(shape)
+            held += weights_per_gpu(drafting, own) + cache_per_gpu(drafting, batch, length, own)
         return held
 
     def batches(self, method: Method, K: int) -> list[int]:

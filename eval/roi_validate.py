@@ -75,11 +75,11 @@ def observations_of(point: dict[str, Any], models: dict[str, Any]) -> list[Obser
     """What a point may be calibrated on: step times in ms, a speedup at another batch, a plain rate."""
     found = []
     for step in point.get("calibrate", []):
-        place = place_of(step.get("model", point["model"]), point["hw"], step.get("tp", point["tp"]),
+        place = place_of(step.get("model", point["model"]), point["hw"], step.get("tp", point.get("tp", 1)),
                          step.get("bits", point.get("bits", 0)), models)
         draft = draft_of(point.get("draft", "eagle3"), place.shape, models)
         found.append(Observation("step", step["ms"] / 1e3, place, draft, step_of(step, point)))
-    place = place_of(point["model"], point["hw"], point["tp"], point.get("bits", 0), models)
+    place = place_of(point["model"], point["hw"], point.get("tp", 1), point.get("bits", 0), models)
     draft = draft_of(point.get("draft", "eagle3"), place.shape, models)
     for batch, value in point.get("calibrate_S", {}).items():
         found.append(Observation("speedup", value, place, draft, step_of({**point, "B": float(batch)}, point)))
@@ -100,6 +100,7 @@ class Judged:
     interval: tuple[float, float]
     left_out: list[float]
     steps: int
+    unjudged: str = ""  # why nothing could be predicted; such a point counts as missed
 
     @property
     def error(self) -> float:
@@ -107,13 +108,13 @@ class Judged:
 
     @property
     def within(self) -> bool:
-        return abs(self.error) <= self.tolerance
+        return not self.unjudged and abs(self.error) <= self.tolerance
 
 
 def judge(point: dict[str, Any], models: dict[str, Any]) -> Judged:
     """Predicts one point. ConfigError for one of another kind."""
     observations = observations_of(point, models)
-    place = place_of(point["model"], point["hw"], point["tp"], point.get("bits", 0), models)
+    place = place_of(point["model"], point["hw"], point.get("tp", 1), point.get("bits", 0), models)
     draft, step = draft_of(point.get("draft", "eagle3"), place.shape, models), step_of(point, point)
     found = fit(observations)
     if point["kind"] in ("speedup", "speedup_calS"):
@@ -146,6 +147,9 @@ def validate(path: Path) -> list[Judged]:
     for number, point in enumerate(points):
         try:
             found.append(judge(point, models))
+        except ConfigError as error:  # a target or GPU that nobody described: said, and counted as missed
+            found.append(Judged(str(point["id"]), 0.0, point["expected"], point["tol_rel"], (0.0, 0.0), [], 0,
+                                str(error)))
         except (KeyError, TypeError) as error:
             raise ConfigError(f"{path}: point {number}: {error.args[0]!r} is missing or of the wrong type") from None
     return found
@@ -153,10 +157,12 @@ def validate(path: Path) -> list[Judged]:
 
 def lines(judged: list[Judged]) -> list[str]:
     """A line a point, the errors over all, and the count, which comes last."""
-    said = [f"{j.name:32} predicted {j.predicted:8.3f}  measured {j.expected:8.3f}  error {100 * j.error:+6.1f} %  "
+    said = [f"{j.name:32} MISSED: {j.unjudged}" for j in judged if j.unjudged]
+    done = [j for j in judged if not j.unjudged]
+    said += [f"{j.name:32} predicted {j.predicted:8.3f}  measured {j.expected:8.3f}  error {100 * j.error:+6.1f} %  "
             f"tolerance {100 * j.tolerance:.0f} %  90 % {j.interval[0]:.2f} to {j.interval[1]:.2f}  steps {j.steps}  "
-            f"{'ok' if j.within else 'MISSED'}" for j in judged]
-    sizes = [abs(j.error) for j in judged]
+             f"{'ok' if j.within else 'MISSED'}" for j in done]
+    sizes = [abs(j.error) for j in done]
     left = [abs(e) for j in judged for e in j.left_out if j.steps > 1]
     if sizes:
         said.append(f"error: median {100 * np.median(sizes):.1f} %, 90th percentile "

@@ -136,7 +136,7 @@ def test_bound_by_hand():
 
 def test_unknown_models_are_named():
     """A name without sizes is refused; sizes beside the file go before the table's."""
-    with pytest.raises(ConfigError, match="model = gpt-5: unknown; known: llama-3.1-8b"):
+    with pytest.raises(ConfigError, match="model = gpt-5: unknown; known: llama-3.2-1b, llama-3.1-8b"):
         named("gpt-5")
     assert named("mine", {"mine": {"L": 3}}) == {"L": 3}
     assert named("hy3-295b-a21b", {"hy3-295b-a21b": {"note": "no sizes"}})["experts"] == 192
@@ -217,10 +217,20 @@ def test_best_draft_length_of_a_public_point():
 
 
 @pytest.mark.parametrize("text, said", [
-    ("{}", "must be a list"), ("[{\"id\": 1}]", "'model' is missing"), ("[", "cannot be read"),
-    ("[{\"id\": 1, \"model\": \"llama-3-70b\", \"hw\": \"H300\", \"tp\": 1}]", "hw = H300: unknown")])
+    ("{}", "must be a list"), ("[{\"id\": 1}]", "'model' is missing"), ("[", "cannot be read")])
 def test_bad_points_are_named(tmp_path, text, said):
     """A file that holds no points exits 2 with the place."""
     (tmp_path / "points.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
         validate(tmp_path / "points.json")
+
+
+def test_a_point_that_cannot_be_judged_is_missed(tmp_path):
+    """An unknown GPU, target or kind is said with its reason and counts; the other points are judged."""
+    point = next(p for p in json.loads((DATA / "fixtures.json").read_text()) if p["id"] == "08-vllm-e3-k4")
+    changed = [point | {"hw": "H300"}, point | {"model": "gpt-5"}, point | {"kind": "latency"}, point]
+    (tmp_path / "points.json").write_text(json.dumps(changed))
+    said = lines(validate(tmp_path / "points.json"))
+    assert said[-1] == "1 of 4 within tolerance" and sum("MISSED" in line for line in said) == 3
+    for part in ("hw = H300: unknown", "model = gpt-5: unknown", "kind = latency: unknown"):
+        assert any(part in line for line in said)

@@ -1,17 +1,20 @@
 """`make roi`: from measured steps and acceptance to the plan, its refusals, the choice of a drafter and the fleet."""
 
 import json
+import os
 import shutil
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import yaml
 from tiny import call
 
-from eval import roi
+from eval import roi, roi_plan, roi_worth
 from eval.roi_files import Acceptance, Steps, Timed, calibrate
 from eval.roi_plan import PLAIN, Method, Planner, winning
+from recipes.loader import load_recipe
 from recipes.schema import Roi
 from recipes.speculation import Constants, Draft, Step, kept_of, step_seconds
 
@@ -57,9 +60,12 @@ def calibrated(tmp_path_factory):
 
 @pytest.fixture
 def world(calibrated, tmp_path, monkeypatch, request):
-    """A copy of it, as the current folder. The page is drawn only where a test marks it."""
+    """A copy of it, as the current folder. The page is drawn only for tests with `page` in their name, and intervals
+    come from fewer draws than a plan takes."""
     folder = shutil.copytree(calibrated, tmp_path / "world")
     monkeypatch.chdir(folder)
+    for module in (roi_plan, roi_worth):
+        monkeypatch.setattr(module, "DRAWS", 40)
     if "page" not in request.node.name:
         monkeypatch.setattr(roi.roi_page, "render", lambda plan: "")
     return folder
@@ -141,6 +147,22 @@ def test_a_tree_verifies_its_nodes():
     assert (step.topk, step.width, step.kept) == (4, 30, 2.4)
     chain = Method("c", made.draft(), Acceptance(per_position=[0.6, 0.4], tokens_per_pass=2.4))
     assert planner.point(tree, 8, 2).gap_ms > planner.point(chain, 8, 2).gap_ms
+
+
+def test_training_hours_come_from_the_run(world):
+    """From the stamps of tracing and training to their last files, times plan.gpus; None where a stamp is missing."""
+    recipe = load_recipe(world / "r.yaml", {"roi.training_gpu_hours": "0", "plan.gpus": "4"})
+    assert roi.training_hours(recipe) == (None, "")
+    run = world / "runs" / "w"
+    for stamped, last, hours in (("traces/provenance.json", "traces/manifest.json", 2.0),
+                                 ("provenance.json", "checkpoints/best.json", 3.0)):
+        for name in (stamped, last):
+            (run / name).parent.mkdir(parents=True, exist_ok=True)
+            (run / name).write_text(json.dumps({"time": "2026-01-01T00:00:00+00:00"}))
+        end = datetime(2026, 1, 1, tzinfo=UTC).timestamp() + 3600 * hours
+        os.utime(run / last, (end, end))
+    assert roi.training_hours(recipe)[0] == pytest.approx(4 * (2 + 3))
+    assert roi.training_hours(load_recipe(world / "r.yaml")) == (48.0, "as given")
 
 
 def test_winning_intervals_need_not_be_one():
@@ -225,6 +247,11 @@ def test_drafter_and_caches_take_memory():
     assert plain == pytest.approx(made.place().shape.parameters * 2 + 4 * 2000 * 131072)
     assert planner.memory(ours, 4) - plain == pytest.approx(draft.size.parameters * 2 + 4 * 2000 * 4096)
     assert planner.memory(Method("l", Draft("lookup"), Acceptance()), 4) == plain
+    heads = planner.memory(Method("m", Draft("medusa"), Acceptance(per_position=RATES)), 4) - plain
+    assert heads == pytest.approx(5 * 4096 * (4096 + 128256) * 2)
+    layer = planner.memory(Method("t", Draft("mtp"), Acceptance(per_position=RATES)), 4) - plain
+    weights = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096 * 128256
+    assert layer == pytest.approx(2 * weights + 4 * 2000 * 4096, rel=1e-3)
 
 
 def test_fleet_totals(world, capsys):
