@@ -28,6 +28,7 @@ help:
 	@echo "make test        fresh machine to green test suite; also: test-slow, test-vllm, lint"
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
 	@echo "make plan        memory, disk, time and cost of each stage before anything is rented (docs/plan.md)"
+	@echo "make roi         what the drafter is worth; ARGS=\"measure|calibrate|plan|check CLAIM|validate FILE\" (docs/roi.md)"
 	@echo "make launch      files for several nodes; ARGS=\"--nodes 2 --gpus 8 --scheduler slurm|torchrun|accelerate\""
 	@echo "make compare     ARGS=\"A/report.json B/report.json\": reports of several runs, with significance"
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
@@ -105,7 +106,11 @@ plan: $(READY)
 compare: $(READY)
 	$(PY) -m eval.compare --config $(RECIPE) $(ARGS)
 
-serve-check doctor publish roi:
+# What the drafter is worth: ARGS="measure | calibrate | plan | check CLAIM | validate FILE" (docs/roi.md)
+roi: $(READY)
+	$(PY) -m eval.roi --config $(RECIPE) $(ARGS)
+
+serve-check doctor publish:
 	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
 
 clean:

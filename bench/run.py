@@ -19,6 +19,7 @@ from bench import (
     precision,
     products,
     rows,
+    speedups,
     store,
     time_to_quality,
     train_step,
@@ -40,6 +41,7 @@ MEASURES: dict[str, ModuleType] = {  # each has its Options and measure(recipe, 
     "trained": trained,
     "train_step": train_step,
     "time_to_quality": time_to_quality,
+    "speedups": speedups,
 }
 Options = make_dataclass("Options", [
     ("only", str, opt("", f"what to measure: {', '.join(MEASURES)}")),

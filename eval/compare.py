@@ -129,8 +129,8 @@ def as_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(recipe: Recipe, switches: set[str], operands: list[str], options: Options) -> None:
-    runs = read_runs(operands, ACROSS in switches)
+def main(recipe: Recipe, switches: set[str], options: Options, words: list[str]) -> None:
+    runs = read_runs(words, ACROSS in switches)
     result = compared(runs, recipe.eval.seed)
     check_finite(result, "comparison")
     folder = Path(options.out or Path(recipe.runs_dir) / "compare")
@@ -150,7 +150,8 @@ def main(recipe: Recipe, switches: set[str], operands: list[str], options: Optio
 
 
 COMMAND = Command("make compare", "Compares reports of several runs, each with the first, with significance.", main,
-                  {ACROSS: "compare although targets or stacks differ"}, Options, "A/report.json B/report.json ...")
+                  {ACROSS: "compare although targets or stacks differ"}, Options,
+                  "the reports: A/report.json B/report.json ...")
 
 if __name__ == "__main__":
     process(COMMAND)

@@ -55,7 +55,7 @@ def draw_comparison(runs: list[dict[str, Any]]) -> dict[str, Markup]:
 
 def plot_runs(rows: list[tuple[str, float, list[float]]], name: str, label: str) -> Markup:
     """A value with its interval for each run; a dashed line at the first."""
-    figure, axes = _figure(max(1.6, 0.36 * len(rows) + 0.8))
+    figure, axes = sized_figure(max(1.6, 0.36 * len(rows) + 0.8))
     for y, (_, value, bounds) in enumerate(rows):
         colour = GREY if y == 0 else BLUE
         axes.hlines(y, *bounds, color=colour, linewidth=2.2)
@@ -68,25 +68,25 @@ def plot_runs(rows: list[tuple[str, float, list[float]]], name: str, label: str)
     axes.set(xlim=(min(low, 1) - room / 4, high + room), ylim=(len(rows) - 0.5, -0.5), xlabel=label)
     axes.set_yticks(range(len(rows)), [_shortened(row[0]) for row in rows])
     axes.grid(axis="x")
-    return _svg(figure, name, f"{label}: " + ", ".join(f"{run} {value:.2f}" for run, value, _ in rows))
+    return inline_svg(figure, name, f"{label}: " + ", ".join(f"{run} {value:.2f}" for run, value, _ in rows))
 
 
 def plot_positions(per_position: list[float], height: float) -> Markup:
     """Bars of the cumulative acceptance at draft positions 1..K, per cent of drafts; `height` in inches."""
-    figure, axes = _figure(height)
+    figure, axes = sized_figure(height)
     positions = range(1, len(per_position) + 1)
     bars = axes.bar(positions, [100 * rate for rate in per_position], color=BLUE, width=0.62)
     axes.bar_label(bars, fmt="%.1f", padding=2)
     axes.set(ylim=(0, 109), yticks=range(0, 101, 25), xticks=positions,
              xlabel="Draft position", ylabel="Drafts accepted up to here (%)")
     axes.grid(axis="y")
-    return _svg(figure, "positions", "Acceptance per draft position, per cent: " + _listed(per_position, 100))
+    return inline_svg(figure, "positions", "Acceptance per draft position, per cent: " + _listed(per_position, 100))
 
 
 def plot_sets(sets: dict[str, Any], total: dict[str, Any]) -> Markup:
     """Mean acceptance length and 95 % interval for each prompt kind and for all, in tokens per draft."""
     rows = [*sets.items(), ("all", total)]
-    figure, axes = _figure(_height(sets))
+    figure, axes = sized_figure(_height(sets))
     for y, (_, numbers) in enumerate(rows):
         colour = ORANGE if y == len(rows) - 1 else BLUE
         acceptance = numbers["acceptance"]
@@ -100,7 +100,7 @@ def plot_sets(sets: dict[str, Any], total: dict[str, Any]) -> Markup:
              xlabel="Mean acceptance length (tokens per draft; 1 is no gain)")
     axes.set_yticks(range(len(rows)), [_shortened(name) for name, _ in rows])
     axes.grid(axis="x")
-    return _svg(figure, "sets", "Mean acceptance length by prompt kind, tokens per draft: " + ", ".join(
+    return inline_svg(figure, "sets", "Mean acceptance length by prompt kind, tokens per draft: " + ", ".join(
         f"{name} {numbers['acceptance']['mean_length']:.2f}" for name, numbers in rows))
 
 
@@ -111,7 +111,7 @@ def plot_speed(speed: dict[str, Any]) -> Markup:
     """
     rows = [(engine, 1000 / rate, GREY) for engine, rate in speed["engines"].items()]
     rows.append(("with the drafter", 1000 / speed["speculative_tok_s"], BLUE))
-    figure, axes = _figure(2.7)
+    figure, axes = sized_figure(2.7)
     names, times, colours = zip(*rows)
     axes.barh(range(len(rows)), times, color=colours, height=0.5)
     baseline = 1000 / speed["baseline_tok_s"]
@@ -126,7 +126,7 @@ def plot_speed(speed: dict[str, Any]) -> Markup:
              xlabel="Time per token (ms; lower is better)")
     axes.set_yticks(range(len(rows)), [_wrapped(name) for name in names])
     axes.grid(axis="x")
-    return _svg(figure, "speed", "Time per token, milliseconds: " + ", ".join(
+    return inline_svg(figure, "speed", "Time per token, milliseconds: " + ", ".join(
         f"{name} {time:.1f}" for name, time in zip(names, times)))
 
 
@@ -149,7 +149,7 @@ def plot_places(acceptance: dict[str, Any]) -> Markup:
         axes.grid(axis="y")
         parts.append(f"{label}: " + ", ".join(f"from {row['from']} {n:.2f}" for row, n in zip(rows, lengths)))
     figure.axes[0].set_ylabel("Mean accept. length (tokens)")
-    return _svg(figure, "places", "Mean acceptance length. " + "; ".join(parts))
+    return inline_svg(figure, "places", "Mean acceptance length. " + "; ".join(parts))
 
 
 def plot_cycle(cycle: dict[str, Any]) -> Markup:
@@ -157,7 +157,7 @@ def plot_cycle(cycle: dict[str, Any]) -> Markup:
     rows = [("drafter", cycle["draft_ms"], BLUE), ("target's pass", cycle["verify_ms"], GREY),
             ("cache", cycle["cache_ms"], GREEN), ("accept, sample", cycle["sample_ms"], ORANGE),
             ("loop's Python", cycle["other_ms"], INK)]
-    figure, axes = _figure(2.7)
+    figure, axes = sized_figure(2.7)
     axes.barh(range(len(rows)), [max(time, 0.0) for _, time, _ in rows], color=[c for _, _, c in rows], height=0.55)
     for y, (_, time, _) in enumerate(rows):
         axes.annotate(f"{time:.2f} ({100 * time / cycle['cycle_ms']:.0f} %)", (max(time, 0.0), y), (5, 0),
@@ -166,12 +166,13 @@ def plot_cycle(cycle: dict[str, Any]) -> Markup:
              xlabel=f"ms of a cycle of {cycle['cycle_ms']:.1f} ms")
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.grid(axis="x")
-    return _svg(figure, "cycle", "Time of a cycle, milliseconds: " + ", ".join(f"{n} {t:.2f}" for n, t, _ in rows))
+    said = ", ".join(f"{n} {t:.2f}" for n, t, _ in rows)
+    return inline_svg(figure, "cycle", f"Time of a cycle, milliseconds: {said}")
 
 
 def plot_entropy(buckets: list[dict[str, Any]]) -> Markup:
     """Share of drafted tokens that were rejected, by the target's entropy in nats at their place."""
-    figure, axes = _figure(2.7)
+    figure, axes = sized_figure(2.7)
     shares = [100 * b["rejected"] / (b["accepted"] + b["rejected"]) for b in buckets]
     names = [f"{b['from']:g} up" if b["to"] is None else f"{b['from']:g} to {b['to']:g}" for b in buckets]
     bars = axes.bar(range(len(buckets)), shares, color=ORANGE, width=0.62)
@@ -180,7 +181,7 @@ def plot_entropy(buckets: list[dict[str, Any]]) -> Markup:
              ylabel="Drafted tokens rejected (%)")
     axes.set_xticks(range(len(buckets)), [f"{n}\nn = {b['accepted'] + b['rejected']}" for n, b in zip(names, buckets)])
     axes.grid(axis="y")
-    return _svg(figure, "entropy", "Drafted tokens rejected by entropy of the target, per cent: "
+    return inline_svg(figure, "entropy", "Drafted tokens rejected by entropy of the target, per cent: "
                 + ", ".join(f"{name} nats {share:.0f}" for name, share in zip(names, shares)))
 
 
@@ -200,11 +201,11 @@ def plot_curve(curve: list[dict[str, Any]]) -> Markup:
         axes.grid(axis="y")
     below.set_xlabel("Training step")
     figure.align_ylabels()
-    return _svg(figure, "curve", "Training loss and replayed mean acceptance length over steps; last: "
+    return inline_svg(figure, "curve", "Training loss and replayed mean acceptance length over steps; last: "
                 f"loss {curve[-1]['train_loss']:.2f}, length {curve[-1]['mean_length']:.2f}")
 
 
-def _figure(height: float) -> tuple[Figure, Axes]:
+def sized_figure(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.subplots()
 
@@ -214,7 +215,7 @@ def _height(sets: dict[str, Any]) -> float:
     return max(2.7, 0.31 * (len(sets) + 1) + 0.7)
 
 
-def _svg(figure: Figure, name: str, label: str) -> Markup:
+def inline_svg(figure: Figure, name: str, label: str) -> Markup:
     """The figure as an inline SVG element. `name` keeps its ids apart from the other plots'."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata=NO_METADATA)

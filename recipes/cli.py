@@ -1,12 +1,15 @@
 """What every entry point shares: flags, exit codes, errors without a traceback, the run's folder."""
 
 import difflib
+import itertools
+import json
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import get_origin
 
 from recipes.errors import INTERRUPTED, MAKE_ROOM, NO_SPACE, ConfigError, DrafthouseError, RunError
 from recipes.files import write_text
@@ -20,22 +23,22 @@ DEFAULT_RECIPE = "recipes/smollm2-135m/eagle3-demo.yaml"
 @dataclass
 class Command:
     """One stage as the user calls it. `switches` are flags without a value: name -> help. `options`: the dataclass of
-    options that are no part of a recipe; `operands` what stands without a flag. `main` gets both, in this order, behind
-    recipe and switches."""
+    options that are no part of a recipe; `main` gets them third. `words`: what plain words on the command line mean;
+    `main` gets their list last, and a list among the options takes all the words behind it."""
 
     name: str
     about: str
-    main: Callable[..., None]  # (recipe, switches) and, where the command has them, operands, options
+    main: Callable[..., None]  # (recipe, switches) and, where the command has them, options, words
     switches: dict[str, str] = field(default_factory=dict)
     options: type | None = None
-    operands: str = ""
+    words: str = ""
 
 
 def help_text(command: Command) -> str:
-    operands = f"{command.operands} " if command.operands else ""
-    usage = f'usage: {command.name} RECIPE=recipes/x.yaml ARGS="{operands}--section.field value ..."'
-    lines = [command.about, "", usage,
+    words = "WORDS " if command.words else ""
+    lines = [command.about, "", f'usage: {command.name} RECIPE=recipes/x.yaml ARGS="{words}--section.field value ..."',
              "or the command that it prints, with --config recipes/x.yaml --section.field value ...", ""]
+    lines += [f"  WORDS  {command.words}"] if command.words else []
     lines += ["  --config FILE  the recipe", "  --cache-dir DIR  short for --target.cache_dir"]
     lines += ["  --debug  show the traceback of an error"]
     lines += [f"  --{name}  {about}" for name, about in command.switches.items()]
@@ -49,15 +52,32 @@ def help_text(command: Command) -> str:
     return "\n".join(lines)
 
 
-def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], set[str], bool, list[str]]:
-    """Splits argv into (recipe path, overrides, switches, debug, operands). Raises ConfigError for anything else."""
-    path, overrides, switches, debug, operands = DEFAULT_RECIPE, {}, set(), False, []
+def split_words(command: Command, argv: list[str]) -> tuple[list[str], list[str]]:
+    """(argv without plain words, the words). The words behind an option that is a list become its one value."""
+    lists = {f.name for f in fields(command.options) if get_origin(f.type) is list} if command.options else set()
+    rest, words, left = [], [], list(argv)
+    while left:
+        item = left.pop(0)
+        if not item.startswith("--"):
+            words.append(item)
+            continue
+        rest.append(item)
+        name = item.removeprefix("--")
+        if name in lists:
+            values = list(itertools.takewhile(lambda x: not x.startswith("--"), left))
+            del left[: len(values)]
+            rest.append(json.dumps(values))
+        elif left and "=" not in name and name != "debug" and name not in command.switches:
+            rest.append(left.pop(0))
+    return rest, words
+
+
+def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], set[str], bool]:
+    """Splits argv into (recipe path, overrides, switches, debug). Raises ConfigError for anything else."""
+    path, overrides, switches, debug = DEFAULT_RECIPE, {}, set(), False
     items = iter(argv)
     for item in items:
         name, equals, value = item.removeprefix("--").partition("=")
-        if command.operands and not item.startswith("-"):
-            operands.append(item)
-            continue
         if not item.startswith("--"):
             raise ConfigError(f"{item}: not an option; options begin with --, see --help")
         if name in command.switches and not equals:
@@ -73,7 +93,7 @@ def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], 
                 path = value
             else:
                 overrides["target.cache_dir" if name == "cache-dir" else name] = value
-    return path, overrides, switches, debug, operands
+    return path, overrides, switches, debug
 
 
 def own_options(command: Command, overrides: dict[str, str]) -> list:
@@ -98,9 +118,10 @@ def run(command: Command, argv: list[str] | None = None) -> None:
         sys.exit(0)
     debug = "--debug" in argv
     try:
-        path, overrides, switches, debug, operands = parse_args(command, argv)
-        further = [*([operands] if command.operands else []), *own_options(command, overrides)]
-        command.main(load_recipe(path, overrides), switches, *further)
+        rest, words = split_words(command, argv) if command.words else (argv, [])
+        path, overrides, switches, debug = parse_args(command, rest)
+        options = own_options(command, overrides)
+        command.main(load_recipe(path, overrides), switches, *options, *([words] if command.words else []))
     except DrafthouseError as error:
         fail(command.name, str(error), error.exit_code, debug)
     except OSError as error:

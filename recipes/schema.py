@@ -275,7 +275,36 @@ class Export:
 
 @dataclass
 class Roi:
+    """What `make roi` plans for (docs/roi.md): the machines that serve, their price, the traffic."""
+
     price_per_gpu_hour: float = opt(0.0, "price of one GPU hour; 0 is not known")
+    price_kind: Literal["on-demand", "reserved", "spot"] = opt("on-demand", "a spot price is held for 30 days at most")
+    spot_held: bool = opt(False, "hold a spot price for longer all the same; the plan says so")
+    hardware: str = opt("", "a name of recipes/hardware.json or plan.custom; empty: what the steps were measured on")
+    model: str = opt("", "a target of recipes/shapes.json, which needs no config.json; empty is target.model")
+    tensor_parallel: PositiveInt = opt(1, "GPUs of a replica")
+    weight_bits: NonNegativeFloat = opt(0.0, "bits a weight of the target's layers as it is served; 0: its own")
+    cache_bits: PositiveFloat = opt(16.0, "bits of its keys and values")
+    memory_share: Share = opt(0.9, "share of a GPU's memory for weights, drafter and cache")
+    pools: Literal["shared", "apart"] = opt("shared", "apart: prompts run on GPUs of their own (disaggregated)")
+    input_tokens: PositiveFloat = opt(512.0, "mean length of a prompt")
+    output_tokens: PositiveFloat = opt(256.0, "mean length of an answer")
+    longest_tokens: NonNegativeFloat = opt(0.0, "cache kept for a request; 0: its mean prompt and answer")
+    slo_ms: NonNegativeFloat = opt(0.0, "longest time a token that is allowed, ms; 0 is none")
+    slo_percentile: Literal["p50", "p99"] = opt("p50", "percentile that slo_ms holds for; p99 needs 1,000 requests")
+    demand_tok_s: NonNegativeFloat = opt(0.0, "output tokens/s that are asked for; 0: no GPUs are counted")
+    headroom: Share = opt(0.7, "share of a replica's rate that is planned with")
+    domain: str = opt("", "prompt kind of the traffic, one of the report's sets; empty: the report's own mix")
+    temperature: NonNegativeFloat = opt(0.0, "temperature of the traffic")
+    days: NonNegativeFloat = opt(30.0, "days that savings are summed over")
+    training_gpu_hours: NonNegativeFloat = opt(0.0, "GPU hours of generation, capture and training; 0: from the run's "
+                                                    "provenance")
+    training_price_per_gpu_hour: NonNegativeFloat = opt(0.0, "their price; 0: price_per_gpu_hour")
+    batches: list[PositiveInt] = opt([1, 2, 4, 8], "measure: rows of a step; the first and the last calibrate")
+    draft_lengths: list[PositiveInt] = opt([2, 5], "measure: draft lengths K; K+1 are the widths of target passes")
+    contexts: list[PositiveInt] = opt([200], "measure: cached tokens a row")
+    held_out: list[PositiveInt] = opt([3], "measure: draft lengths that are measured and predicted, not calibrated on")
+    rounds: PositiveInt = opt(7, "measure: rounds whose median counts")
 
 
 @dataclass

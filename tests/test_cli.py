@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tiny_drafter import make_meta, make_state, write_checkpoint
 from data import collect
 from eval import run as eval_run
 from recipes import cli
+from recipes.schema import opt
 from train import run as train_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -222,6 +224,21 @@ def test_make_demo_prints_its_stages():
 
 
 def test_stage_that_is_not_built_yet():
-    """`make roi` says so and exits 2."""
-    done = subprocess.run(["make", "roi"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "make roi: this stage is not built yet" in done.stderr
+    """`make doctor` says so and exits 2."""
+    done = subprocess.run(["make", "doctor"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "make doctor: this stage is not built yet" in done.stderr
+
+
+@dataclass
+class Listed:
+    names: list[str] = opt([], "some names")
+    one: str = opt("", "one name")
+
+
+def test_plain_words_of_a_command(capsys):
+    """Only a command with words takes them; a list among its options takes all the words behind it."""
+    seen = []
+    command = cli.Command("make x", "About.", lambda *given: seen.append(given[1:]), {"quick": "q"}, Listed, "what")
+    assert stage(command, capsys, "go", "--quick", "--names", "a", "b", "--one", "c", "k=v", "--train.lr=1")[0] == 0
+    assert seen == [({"quick"}, Listed(["a", "b"], "c"), ["go", "k=v"])]
+    assert stage(command, capsys, "--one")[0] == 2 and "  WORDS  what" in cli.help_text(command)

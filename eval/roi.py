@@ -1,0 +1,242 @@
+"""`make roi`: what a drafter is worth. The one entry of measure, calibrate, plan, check and validate (docs/roi.md).
+
+Run as `python -m eval.roi --config RECIPE SUBCOMMAND`. Files go to runs/<name>/roi/: steps.json, calibration.json,
+roi.json, roi.html.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from eval import roi_check, roi_files, roi_fleet, roi_measure, roi_page, roi_server, roi_validate
+from eval import roi_refuse as refuse
+from eval.plan import read_config
+from eval.roi_calibrate import Observation
+from eval.roi_claim import claims_of
+from eval.roi_files import Calibration, draft_for, place_on, read_acceptance, read_calibration
+from eval.roi_plan import Method, Planner
+from eval.roi_worth import worth
+from recipes.cli import Command, process
+from recipes.errors import ConfigError, RunError
+from recipes.files import write_json, write_text
+from recipes.hardware import Hardware, find
+from recipes.model_shape import shape_of
+from recipes.named_shapes import named, short_shape
+from recipes.schema import Recipe, opt
+
+
+@dataclass
+class Options:
+    """What the sub-commands take beside the recipe."""
+
+    draft_length: int = opt(0, "measure a server: the draft length that it was started with; 0: without a drafter")
+    steps: str = opt("", "calibrate: the measured steps; empty is runs/<name>/roi/steps.json")
+    calibration: str = opt("", "plan: the calibration; empty is runs/<name>/roi/calibration.json")
+    reports: list[str] = opt([], "plan: measured acceptance, one file a drafter; empty is runs/<name>/eval/report.json")
+    fleet: str = opt("", "plan: YAML list of workloads; totals of a cluster")
+    slo: float = opt(0.0, "plan: short for --roi.slo_ms")
+    price: float = opt(0.0, "plan: short for --roi.price_per_gpu_hour")
+    demand: float = opt(0.0, "plan: short for --roi.demand_tok_s")
+
+
+def folder_of(recipe: Recipe) -> Path:
+    folder = Path(recipe.runs_dir) / recipe.name / "roi"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot write the run's folder: {error.strerror}") from None
+    return folder
+
+
+def measure(recipe: Recipe, options: Options, words: list[str]) -> None:
+    """Times this machine's loop, or a live server where generation.server.base_url names one."""
+    console = Console(stderr=True)
+    path = folder_of(recipe) / "steps.json"
+    if recipe.generation.server.base_url:
+        before = roi_files.read_steps(path) if path.exists() else None
+        steps = roi_server.measure(recipe, options.draft_length, before)
+    else:
+        steps = roi_measure.measure(recipe, lambda said: console.print(said, highlight=False))
+    write_json(path, dataclasses.asdict(steps))
+    for p in steps.points:
+        print(f"{p.what:7} rows {p.rows:3} {'width' if p.what == 'target' else 'K'} {p.width or p.K:2} "
+              f"context {p.context:5.0f}  {p.ms:9.2f} ms{'  held out' if p.held_out else ''}")
+    print(f"steps: {path}")
+
+
+def calibrate(recipe: Recipe, options: Options, words: list[str]) -> None:
+    """Fits the constants."""
+    folder = folder_of(recipe)
+    found = roi_files.calibrate(roi_files.read_steps(Path(options.steps or folder / "steps.json")))
+    roi_files.write_calibration(folder / "calibration.json", found)
+    for name, sd in zip(roi_files.NAMES, np.sqrt(np.diag(found.fit.covariance))):
+        value = getattr(found.fit.constants, name)
+        print(f"{name:10} {value:10.4g}  within a factor of {np.exp(1.645 * sd):.2f} (90 %)")
+    for name, values in (("of the steps fitted", found.errors), ("left out in turn", found.left_out),
+                         ("held out", found.held_out)):
+        if values:
+            sizes = np.abs(values)
+            print(f"error {name}: median {100 * np.median(sizes):.1f} %, worst {100 * sizes.max():.1f} % "
+                  f"(n = {len(values)})")
+    for line in held_out_speedups(found):
+        print(line)
+    print(f"calibration: {folder / 'calibration.json'}")
+
+
+def held_out_speedups(found: Calibration) -> list[str]:
+    """Predicted against measured speedups of the steps held out, with the acceptance that they had."""
+    plain = {(o.step.rows, o.step.context): o for o in found.steps.observations() if o.what == "step" and not o.step.K}
+    errors = []
+    for o in found.steps.observations(held_out=True):
+        base = plain.get((o.step.rows, o.step.context))
+        if o.what == "step" and o.step.K and base:
+            predicted = Observation("speedup", 1.0, o.place, o.draft, o.step).predict(found.fit.constants)
+            errors.append(abs(predicted / (o.step.kept * base.value / o.value) - 1))
+    return [f"speedups held out: median error {100 * np.median(errors):.1f} %, worst {100 * max(errors):.1f} % "
+            f"(n = {len(errors)})"] if errors else []
+
+
+def serving(recipe: Recipe, calibration: Calibration) -> tuple[Planner, str]:
+    """The planner of the recipe's traffic on the calibrated engine. Refusal 3 where the steps are of other hardware."""
+    section, steps = recipe.roi, calibration.steps
+    measured: Hardware = roi_files.gpu_of(steps.hardware)
+    gpu = find(section.hardware, recipe.plan.custom) if section.hardware else measured
+    if section.hardware and dataclasses.asdict(gpu) != dataclasses.asdict(measured):
+        refuse.other_engine({"hardware": steps.hardware.get("name")}, {"hardware": section.hardware})
+    refuse.other_engine({"tensor_parallel": steps.tensor_parallel}, {"tensor_parallel": section.tensor_parallel})
+    kept = dict(steps.target)
+    if section.model:
+        name, short = section.model, named(section.model)
+        shape = short_shape(short, f"model {name}")
+        kept["weight_bits"] = section.weight_bits or (kept.get("weight_bits") if kept.get("model") == name
+                                                      else short.get("bits", 16))
+    else:
+        name = recipe.target.model
+        shape = shape_of(read_config(recipe), f"target.model = {name}")
+        kept["weight_bits"] = section.weight_bits or kept.get("weight_bits", 16.0)
+    kept["cache_bits"] = section.cache_bits if steps.profile == "engine" else kept.get("cache_bits", 32.0)
+    layer = gpu.layer_us if steps.profile == "loop" else 100.0
+    place = place_on(gpu, shape, kept, section.tensor_parallel, layer)
+    return Planner(section, calibration, place, gpu.memory_gb * 1e9), name
+
+
+def training_hours(recipe: Recipe) -> tuple[float | None, str]:
+    """GPU hours of generation, capture and training: as given, or from the run's stamps to its last files."""
+    if recipe.roi.training_gpu_hours:
+        return recipe.roi.training_gpu_hours, "as given"
+    run, total = Path(recipe.runs_dir) / recipe.name, 0.0
+    for stamped, last in ((run / "traces" / "provenance.json", [run / "traces" / "manifest.json"]),
+                          (run / "provenance.json", list((run / "checkpoints").glob("*.json")))):
+        ends = [p.stat().st_mtime for p in last if p.exists()]
+        if not stamped.exists() or not ends:
+            return None, ""
+        began = datetime.fromisoformat(json.loads(stamped.read_text(encoding="utf-8"))["time"])
+        total += max(0.0, max(ends) - began.timestamp()) / 3600
+    return total * recipe.plan.gpus, "from the run's provenance, plan.gpus each"
+
+
+def methods_of(planner: Planner, paths: list[str], section) -> list[Method]:
+    """The drafters whose acceptance was given; two of one name are an error."""
+    found = []
+    for path in paths:
+        accepted = read_acceptance(Path(path), section.domain)
+        if accepted.engine:
+            refuse.other_engine(accepted.engine, planner.calibration.steps.engine)
+        if accepted.name in {"none", *(m.name for m in found)}:
+            raise ConfigError(f"{path}: name = {accepted.name}: another report has it; rename one")
+        found.append(Method(accepted.name, draft_for(accepted, planner.place.shape, planner.calibration.steps),
+                            accepted))
+    return found
+
+
+def plan(recipe: Recipe, options: Options, words: list[str]) -> None:
+    """The plan, its table, JSON and page; or a fleet's totals."""
+    short = {"slo_ms": options.slo, "price_per_gpu_hour": options.price, "demand_tok_s": options.demand}
+    recipe = replace(recipe, roi=replace(recipe.roi, **{k: v for k, v in short.items() if v}))
+    folder = folder_of(recipe)
+    calibration = read_calibration(Path(options.calibration or folder / "calibration.json"))
+    planner, target = serving(recipe, calibration)
+    if options.fleet:
+        loads = roi_fleet.read_fleet(Path(options.fleet))
+        pairs = [(load, methods_of(planner, [load.report], roi_fleet.planner_of(planner, load).section)[0])
+                 for load in loads]
+        found = roi_fleet.fleet(planner, pairs, target)
+        write_json(folder / "fleet.json", found)
+        print(*roi_fleet.lines(found), f"fleet: {folder / 'fleet.json'}", sep="\n")
+        return
+    paths = options.reports or [str(Path(recipe.runs_dir) / recipe.name / "eval" / "report.json")]
+    hours, hours_from = training_hours(recipe)
+    found = worth(planner, methods_of(planner, paths, recipe.roi), target, hours, hours_from)
+    found["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(folder / "roi.json", found)
+    write_text(folder / "roi.html", roi_page.render(found))
+    console = Console()
+    console.width = max(console.width, 120)
+    show(found, console)
+    print(f"plan: {folder / 'roi.json'}", f"page: {folder / 'roi.html'}", sep="\n")
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """The table that an engineer checks, then the sentences."""
+    table = Table("method", "batch", "K", "acceptance", "tokens/s", "ms a token", "p99", "GB a GPU", "$/M full",
+                  "GPUs", "$/M at demand", title=f"{found['target']} on {found['tensor_parallel']} x "
+                                                 f"{found['hardware']} a replica")
+    for row in roi_page.table_rows(found):
+        at = row["demand"] or {}
+        table.add_row(row["name"], str(row["batch"]), str(row["K"] or ""), f"{row['kept']:.2f}" if row["K"] else "",
+                      f"{row['tok_s']:,.0f}", f"{row['ms']:.2f}",
+                      "not said" if row["ms_p99"] is None else f"{row['ms_p99']:.2f}", f"{row['memory'] / 1e9:.1f}",
+                      f"{row['full_load']:.3f}" if row["full_load"] else "", str(at.get("gpus", "")),
+                      f"{at['dollars_per_million']:.3f}" if "dollars_per_million" in at else "")
+    console.print(table)
+    for name, curve in found["curves"].items():
+        for row in curve:
+            print(f"{name:16} batch {row['batch']:4}  K {row['K']}  speedup {row['speedup']:.2f}  "
+                  f"(90 % {row['low']:.2f} to {row['high']:.2f})")
+    for line in [*found["prose"], *(f"note: {n}" for n in found["notes"])]:
+        print(line)
+
+
+def check(recipe: Recipe, options: Options, words: list[str]) -> None:
+    """Judges claims; exit 1 where one does not hold."""
+    wrong = 0
+    for claim in claims_of(words):
+        found = roi_check.check(claim)
+        print(*roi_check.lines(claim, found), sep="\n")
+        wrong += any(f.verdict in (roi_check.WRONG, roi_check.IMPOSSIBLE) for f in found)
+    if wrong:
+        raise RunError(f"{wrong} of the claims do not hold")
+
+
+def validate(recipe: Recipe, options: Options, words: list[str]) -> None:
+    """Judges the model by public points."""
+    if len(words) != 1:
+        raise ConfigError("validate: needs one file of points, as in tests/roi/fixtures.json")
+    print(*roi_validate.lines(roi_validate.validate(Path(words[0]))), sep="\n")
+
+
+ACTIONS = {"measure": measure, "calibrate": calibrate, "plan": plan, "check": check, "validate": validate}
+
+
+def main(recipe: Recipe, switches: set[str], options: Options, words: list[str]) -> None:
+    if not words or words[0] not in ACTIONS:
+        raise ConfigError(f"{words[0] if words else 'no sub-command'}: say one of {', '.join(ACTIONS)}")
+    name, *rest = words
+    if rest and name not in ("check", "validate"):
+        raise ConfigError(f"{name}: takes no further words, got {rest[0]}")
+    ACTIONS[name](recipe, options, rest)
+
+
+COMMAND = Command("make roi", "What a drafter is worth: step times, calibration, plan, audit of claims.", main,
+                  options=Options, words="measure, calibrate, plan, check CLAIM (a YAML file or key=value words), "
+                                         "validate FILE")
+
+if __name__ == "__main__":
+    process(COMMAND)

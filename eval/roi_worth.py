@@ -1,0 +1,172 @@
+"""One plan put together: the best configurations, money, days to pay back, and the sentences that say it."""
+
+from dataclasses import asdict
+from typing import Any
+
+from eval import roi_refuse as refuse
+from eval.roi_plan import (
+    BATCHES,
+    DRAWS,
+    PLAIN,
+    Method,
+    Planner,
+    Point,
+    acceptance_factors,
+    bounded,
+    by_load,
+    check,
+    chosen,
+    sensitivity,
+    winning,
+)
+from recipes import money
+
+SCHEMA = "drafthouse.roi/1"
+
+
+def worth(planner: Planner, methods: list[Method], target: str, training_hours: float | None,
+          hours_from: str = "") -> dict[str, Any]:
+    """The plan as roi.json holds it. Raises Refusal where it would have to guess."""
+    check(planner, methods, target)
+    section = planner.section
+    points = {m.name: planner.points(m) for m in [PLAIN, *methods]}
+    best = {name: p for name, own in points.items() if (p := planner.best(own))}
+    if planner.calibration.steps.profile == "engine":  # a CPU's measured bandwidth is no bound: it has caches
+        for point in best.values():
+            bounded(planner, point)
+    curves = {m.name: planner.speedups(m) for m in methods}
+    plan: dict[str, Any] = {
+        "schema": SCHEMA, "target": target, "hardware": planner.calibration.steps.hardware.get("name", ""),
+        "tensor_parallel": section.tensor_parallel, "traffic": asdict(section),
+        "calibration": {"engine": planner.calibration.steps.engine, "steps": planner.calibration.fit.observations,
+                        "largest": planner.calibration.largest, "batches": planner.calibration.batches,
+                        "constants": asdict(planner.constants), "left_out": planner.calibration.left_out},
+        "acceptance": {m.name: asdict(m.accepted) for m in methods},
+        "best": {name: asdict(p) for name, p in best.items()},
+        "points": {name: [asdict(p) for p in own] for name, own in points.items()},
+        "curves": curves,
+        "wins": {name: {"likely": winning(c), "sure": winning(c, "low")} for name, c in curves.items()},
+        "choice": chosen(planner, methods), "notes": notes(planner, methods, best),
+    }
+    plan["money"] = {m.name: value(planner, m, best, training_hours, hours_from) for m in methods if m.name in best}
+    plan["loads"] = by_load(planner, best) if best else []
+    plan["sensitivity"] = ({m.name: sensitivity(planner, m) for m in methods if m.name in best}
+                           if section.price_per_gpu_hour else {})
+    plan["prose"] = prose(planner, methods, plan)
+    return plan
+
+
+def value(planner: Planner, method: Method, best: dict[str, Point], hours: float | None, hours_from: str,
+          ) -> dict[str, Any]:
+    """GPUs and dollars of one method beside plain decoding, each at its best under the same SLO."""
+    s, ours, plain = planner.section, best[method.name], best.get(PLAIN.name)
+    price, ranks = s.price_per_gpu_hour, planner.place.keep.ranks
+    found: dict[str, Any] = {"full_load": {}, "at_demand": {}, "saving": None, "payback_days": None}
+    for name, point in (("plain", plain), ("speculative", ours)):
+        if point and price:
+            found["full_load"][name] = money.dollars_per_million(price * ranks, point.tok_s)
+        if point and s.demand_tok_s:
+            gpus = planner.gpus(point, s.demand_tok_s)
+            found["at_demand"][name] = {"gpus": gpus, "prefill_gpus": planner.prefill_gpus(s.demand_tok_s)}
+            if price:
+                found["at_demand"][name]["dollars_per_million"] = money.dollars_per_million(gpus * price,
+                                                                                            s.demand_tok_s)
+    if not plain:
+        return found | {"no_saving": "no plain configuration keeps the SLO: what is saved against it cannot be said"}
+    refuse.unfair_saving(plain.tok_s, s.slo_ms, s.slo_ms)
+    draws = planner.calibration.fit.draws(DRAWS)
+    found["saving"] = {"share": 1 - plain.tok_s / ours.tok_s,
+                       "interval": planner.saving(method, draws, acceptance_factors(method), ours, plain)}
+    if s.demand_tok_s:
+        before, after = (found["at_demand"][n]["gpus"] for n in ("plain", "speculative"))
+        found["gpus_saved"] = before - after
+        if price:
+            found["saved_in_days"] = {"days": s.days, "dollars": 24 * s.days * price * (before - after)}
+        if hours is not None:
+            found["training"] = {"gpu_hours": hours, "from": hours_from}
+            found["payback_days"] = money.payback_days(hours, before, after, s.training_price_per_gpu_hour or price
+                                                       or 1.0, price or 1.0)
+    return found
+
+
+def notes(planner: Planner, methods: list[Method], best: dict[str, Point]) -> list[str]:
+    """What a reader must know to use the figures."""
+    s, found, calibration = planner.section, [], planner.calibration
+    if not calibration.across_batches:
+        found.append(f"all steps were measured at batch {calibration.batches[0]}: figures of other batches rest on the "
+                     "model alone; measure the largest planned batch with its longest draft too")
+    found.append(f"no step of more than {refuse.WIDEST * calibration.largest:,.0f} verified tokens is planned, twice "
+                 "the largest measured")
+    if not s.price_per_gpu_hour:
+        found.append("no price was given: no dollars; set roi.price_per_gpu_hour")
+    if s.price_kind == "spot":
+        found.append(f"a spot price is held constant over {s.days:g} days")
+    for name, point in best.items():
+        more = [b for b in BATCHES if b > point.batch]
+        if more and planner.memory(PLAIN, more[0]) <= s.memory_share * planner.memory_bytes and (
+                more[0] * (point.K + 1) > refuse.WIDEST * calibration.largest):
+            shown = "no drafter" if name == PLAIN.name else name
+            found.append(f"{shown}: batch {point.batch} is the largest within what was measured, so it may have a "
+                         "better configuration; measure a larger step before choosing by it")
+    for method in methods:
+        if method.name not in best:
+            found.append(f"{method.name}: no configuration keeps the SLO of {s.slo_ms:g} ms a token")
+        if not method.accepted.requests:
+            found.append(f"{method.name}: no p99, since the acceptance length of each request was not recorded")
+        elif method.accepted.requests < refuse.TAIL_REQUESTS:
+            found.append(f"{method.name}: no p99, since {method.accepted.requests:,} requests are fewer than "
+                         f"{refuse.TAIL_REQUESTS:,}")
+    if calibration.steps.acceptance == "synthetic":
+        found.append("step times were measured with synthetic acceptance, which is fine for them; acceptance was "
+                     "measured apart")
+    return found
+
+
+def spans(intervals: list[list[int]]) -> str:
+    return ", ".join(f"{a} to {b}" if a != b else str(a) for a, b in intervals)
+
+
+def prose(planner: Planner, methods: list[Method], plan: dict[str, Any]) -> list[str]:
+    """What a manager reads: a sentence for each thing that is decided."""
+    s, said = planner.section, []
+    for method in methods:
+        wins, curve = plan["wins"][method.name], plan["curves"][method.name]
+        if not curve:
+            said.append(f"{method.name}: no batch fits into memory and the measured range.")
+            continue
+        if wins["likely"]:
+            sure = f", surely at {spans(wins['sure'])}" if wins["sure"] else ", nowhere beyond doubt"
+            said.append(f"{method.name} is faster than plain decoding at batches {spans(wins['likely'])}{sure}; "
+                        f"batches 1 to {curve[-1]['batch']} were looked at.")
+        else:
+            said.append(f"{method.name} is slower than plain decoding at every batch from 1 to {curve[-1]['batch']}.")
+        worth_of = plan["money"].get(method.name)
+        if not worth_of or not worth_of["saving"]:
+            continue
+        share, (low, high) = worth_of["saving"]["share"], worth_of["saving"]["interval"]
+        ours, plain = plan["best"][method.name], plan["best"][PLAIN.name]
+        slo = f"under {s.slo_ms:g} ms a token" if s.slo_ms else "without a limit on latency"
+        verb = f"{100 * share:.0f} % less" if share > 0 else f"{-100 * share:.0f} % more"
+        said.append(f"At its best {slo} (batch {ours['batch']}, K {ours['K']}) a token costs {verb} GPU time than at "
+                    f"the best plain configuration (batch {plain['batch']}); saved: {100 * share:.0f} %, 90 % interval "
+                    f"{100 * low:.0f} to {100 * high:.0f} %.")
+        said += _demand(s, worth_of)
+    return said
+
+
+def _demand(s, worth_of: dict[str, Any]) -> list[str]:
+    at = worth_of["at_demand"]
+    if not at:
+        return []
+    line = (f"For {s.demand_tok_s:,.0f} tokens/s with {100 * s.headroom:.0f} % of each replica planned with: "
+            f"{at['plain']['gpus']} GPUs without it, {at['speculative']['gpus']} with it")
+    if "saved_in_days" in worth_of:
+        dollars = worth_of["saved_in_days"]["dollars"]
+        line += f"; ${abs(dollars):,.0f} {'less' if dollars >= 0 else 'more'} in {s.days:g} days"
+    found = [line + "."]
+    if worth_of.get("training"):
+        days, hours = worth_of["payback_days"], worth_of["training"]["gpu_hours"]
+        found.append(f"Training took {hours:,.1f} GPU hours ({worth_of['training']['from']}): "
+                     + (f"paid back in {days:,.1f} days." if days is not None else
+                        "never paid back at this demand, since no GPU is saved."))
+    return found
