@@ -96,44 +96,43 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
     """Rows of `make bench ARGS="--only decode"`; eval.draft_length is K."""
     K = recipe.eval.draft_length
     target = open_target(recipe, recipe.trace.layers)
-    prompts = evaluation_ids(recipe, target, options.prompts, options.max_tokens + K + 1)
+    room = max(K, options.tree_total, options.tree_depth * options.tree_top_k)
+    prompts = evaluation_ids(recipe, target, options.prompts, options.max_tokens + room + 1)
     drafter, stock = open_drafter(recipe, target), Stock(target)
     for work in engines(target, stock, drafter, K, WARM_TOKENS, options).values():
         work(prompts[0])
     works = {name: lambda prompt, work=work: Timed(*timed(lambda: work(prompt), target.device))
              for name, work in engines(target, stock, drafter, K, options.max_tokens, options).items()}
     found = in_turns(works, prompts * repeats)
-    rates = {name: repeat_rates(runs, len(prompts)) for name, runs in found.items()}
-    loop, lookup = own("plain loop"), f"{Stock.name}, prompt_lookup_num_tokens {K}"
-    assisted = f"{Stock.name}, assistant_model, num_assistant_tokens {K}"
     first = {name: [run.out for run in runs[: len(prompts)]] for name, runs in found.items()}
-    rows = [
-        *ratio_rows("plain", rates["plain"], rates["their_plain"], Stock.name),
-        *rate_rows("plain", rates["plain"], rates["their_plain"], Stock.name),
-        *ratio_rows("chain", rates["chain"], rates["plain"], loop),
-        *ratio_rows("chain", rates["chain"], rates["their_lookup"], lookup),
-        *rate_rows("chain", rates["chain"], rates["plain"], loop),
-        *ratio_rows("tree", rates["tree"], rates["plain"], loop),
-        *rate_rows("tree", rates["tree"], rates["plain"], loop),
-        *ratio_rows("lookup", rates["lookup"], rates["their_lookup"], lookup),
-        *rate_rows("lookup", rates["lookup"], rates["their_lookup"], lookup),
-        *ratio_rows("assisted", rates["assisted"], rates["their_assisted"], assisted),
-        *rate_rows("assisted", rates["assisted"], rates["their_assisted"], assisted),
-        Row("plain", "prompts", len(prompts), "prompts"),
-    ]
-    faults = []
+    loop = own("plain loop")
+    rows = [*speed_rows({name: repeat_rates(runs, len(prompts)) for name, runs in found.items()}, K, loop),
+            Row("plain", "prompts", len(prompts), "prompts")]
     for name in ("chain", "tree", "lookup", "assisted"):
-        depth = options.tree_depth if name == "tree" else K
-        counted = sum((out.acceptance for out in first[name]), Acceptance(depth))
+        counted = sum((out.acceptance for out in first[name]), Acceptance(first[name][0].acceptance.K))
         rows += [Row(name, "acceptance_length", counted.mean_length, "tokens"),
                  Row(name, "drafts", counted.drafts, ""),
                  Row(name, "tokens_per_target_pass", per_pass(first[name]), "tokens")]
+    faults = []
     for name, other, reference in (("plain", "their_plain", Stock.name), ("chain", "plain", loop),
                                    ("tree", "plain", loop), ("lookup", "plain", loop), ("assisted", "plain", loop)):
         compared, wrong = same_answers(name, target, prompts, [out.tokens for out in first[name]],
                                        [out.tokens for out in first[other]], recipe.eval.gap_tolerance, reference)
         rows, faults = rows + compared, faults + wrong
     return Result(rows, faults, {"drafter": recipe.drafter.path or f"fresh {recipe.drafter.kind}"})
+
+
+def speed_rows(rates: dict[str, list[float]], K: int, loop: str) -> list[Row]:
+    """Ratios and rates of every way against what it is compared with."""
+    lookup = f"{Stock.name}, prompt_lookup_num_tokens {K}"
+    assisted = f"{Stock.name}, assistant_model, num_assistant_tokens {K}"
+    rows = ratio_rows("chain", rates["chain"], rates["their_lookup"], lookup)
+    for name, other, reference in (("plain", "their_plain", Stock.name), ("chain", "plain", loop),
+                                   ("tree", "plain", loop), ("lookup", "their_lookup", lookup),
+                                   ("assisted", "their_assisted", assisted)):
+        rows += ratio_rows(name, rates[name], rates[other], reference)
+        rows += rate_rows(name, rates[name], rates[other], reference)
+    return rows
 
 
 def repeat_rates(runs: list[Timed], count: int) -> list[float]:

@@ -45,7 +45,7 @@ RATIOS = {  # variants with a ratio, and what the reference is
                  "sampled_8": ["transformers"], "sampler": ["transformers"]},
     "capture": {"capture": ["transformers"], "capture_apart": ["transformers"]},
     "store": {"store": ["drafthouse"]},
-    "decode": {"plain": ["transformers"], "chain": ["drafthouse", "transformers"], "tree": ["drafthouse"],
+    "decode": {"plain": ["transformers"], "chain": ["transformers", "drafthouse"], "tree": ["drafthouse"],
                "lookup": ["transformers"], "assisted": ["transformers"]},
     "products": {f"{shape}_{n}": ["torch"] for shape in ("8x16", "16x8") for n in (1, 3)},
     "passes": {"1x1": ["torch"], "33x2": ["torch"]},
