@@ -1,6 +1,7 @@
 """Decoding at batch 1: our plain loop against transformers' `generate`, speculation against our plain loop.
 
-Prompt lookup is transformers' own: a rival that a drafter has to beat. `assisted` and `tree` come with their drafters.
+Prompt lookup and a drafter cut from the target's first layers run in our loop and in transformers' own: the same kind
+of drafts, so that what differs is the loop. transformers' lookup is a rival that a trained drafter has to beat too.
 """
 
 import statistics
@@ -8,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from bench.generate import same_answers
 from bench.material import Stock, evaluation_ids, open_target
@@ -18,8 +20,10 @@ from bench.turns import in_turns, timed
 from drafters import checkpoint
 from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
+from drafters.layer_cut import cut
 from drafters.registry import entry, options_of
 from drafters.target import Target
+from drafters.tree import DynamicTree, Plan
 from eval.decode import Decoder, Output
 from eval.metrics import Acceptance
 from eval.run import per_pass
@@ -32,6 +36,10 @@ WARM_TOKENS = 4
 class Options:
     prompts: PositiveInt = opt(12, "evaluation prompts answered one at a time, evenly spaced, at most")
     max_tokens: PositiveInt = opt(64, "longest answer, in tokens")
+    tree_depth: PositiveInt = opt(4, "levels of the dynamic tree")
+    tree_top_k: PositiveInt = opt(4, "guesses behind each node of the dynamic tree")
+    tree_total: PositiveInt = opt(16, "nodes of the dynamic tree")
+    cut_layers: NonNegativeInt = opt(0, "layers of the assistant; 0 is a third of the target's")
 
 
 @dataclass
@@ -53,51 +61,78 @@ def open_drafter(recipe: Recipe, target: Target) -> Drafter:
     return drafter
 
 
-def engines(target: Target, stock: Stock, drafter: Drafter, K: int, max_tokens: int,
+def engines(target: Target, stock: Stock, drafter: Drafter, K: int, max_tokens: int, options: Options,
             ) -> dict[str, Callable[[list[int]], Output]]:
-    """One prompt to one greedy answer, each in its own way."""
+    """One prompt to one greedy answer, each in its own way; their_X is transformers' way to do X."""
     decoder = Decoder(target, max_tokens)
+    tree = DynamicTree(options.tree_depth, options.tree_top_k, options.tree_total)
+    ours = {"chain": (drafter, K), "tree": (drafter, tree), "lookup": (untrained(target, "lookup", {}), K),
+            "assisted": (untrained(target, "layer_cut", {"layers": options.cut_layers}), K)}
+    assistant = cut(stock.model, target.depth, len(ours["assisted"][0].model.get_decoder().layers))
+    for name, value in (("num_assistant_tokens", K), ("num_assistant_tokens_schedule", "constant"),
+                        ("assistant_confidence_threshold", 0.0)):
+        setattr(assistant.generation_config, name, value)
 
-    def reference(prompt: list[int], lookup: int | None) -> Output:
-        return Output(stock.answers([prompt], 1, max_tokens, lookup=lookup)[0])
+    def speculate(prompt: list[int], drafter: Drafter, plan: Plan | int) -> Output:
+        return decoder.speculative([prompt], drafter, plan)[0]
+
+    def reference(prompt: list[int], **ways: Any) -> Output:
+        return Output(stock.answers([prompt], 1, max_tokens, **ways)[0])
 
     return {"plain": lambda prompt: decoder.plain([prompt])[0],
-            "chain": lambda prompt: decoder.speculative([prompt], drafter, K)[0],
-            "reference": partial(reference, lookup=None), "lookup": partial(reference, lookup=K)}
+            **{name: partial(speculate, drafter=drafter, plan=plan) for name, (drafter, plan) in ours.items()},
+            "their_plain": reference, "their_lookup": partial(reference, lookup=K),
+            "their_assisted": partial(reference, assistant=assistant)}
+
+
+def untrained(target: Target, kind: str, options: dict[str, Any]) -> Drafter:
+    drafter = entry(kind).code.build(options_of(kind, options), target, {}, 0)
+    if target.grouped:
+        use_skinny_linear(drafter)
+    return drafter
 
 
 def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
     """Rows of `make bench ARGS="--only decode"`; eval.draft_length is K."""
     K = recipe.eval.draft_length
     target = open_target(recipe, recipe.trace.layers)
-    prompts = evaluation_ids(recipe, target, options.prompts, options.max_tokens + K + 1)
+    room = max(K, options.tree_total, options.tree_depth * options.tree_top_k)
+    prompts = evaluation_ids(recipe, target, options.prompts, options.max_tokens + room + 1)
     drafter, stock = open_drafter(recipe, target), Stock(target)
-    for work in engines(target, stock, drafter, K, WARM_TOKENS).values():
+    for work in engines(target, stock, drafter, K, WARM_TOKENS, options).values():
         work(prompts[0])
     works = {name: lambda prompt, work=work: Timed(*timed(lambda: work(prompt), target.device))
-             for name, work in engines(target, stock, drafter, K, options.max_tokens).items()}
+             for name, work in engines(target, stock, drafter, K, options.max_tokens, options).items()}
     found = in_turns(works, prompts * repeats)
-    rates = {name: repeat_rates(runs, len(prompts)) for name, runs in found.items()}
-    loop, lookup = own("plain loop"), f"{Stock.name}, prompt_lookup_num_tokens {K}"
     first = {name: [run.out for run in runs[: len(prompts)]] for name, runs in found.items()}
-    counted = sum((out.acceptance for out in first["chain"]), Acceptance(K))
-    rows = [
-        *ratio_rows("plain", rates["plain"], rates["reference"], Stock.name),
-        *rate_rows("plain", rates["plain"], rates["reference"], Stock.name),
-        *ratio_rows("chain", rates["chain"], rates["plain"], loop),
-        *ratio_rows("chain", rates["chain"], rates["lookup"], lookup),
-        *rate_rows("chain", rates["chain"], rates["plain"], loop),
-        Row("chain", "acceptance_length", counted.mean_length, "tokens"), Row("chain", "drafts", counted.drafts, ""),
-        Row("chain", "tokens_per_target_pass", per_pass(first["chain"]), "tokens"),
-        Row("lookup", "reference_tokens_per_s", statistics.median(rates["lookup"]), "tokens/s", lookup),
-        Row("plain", "prompts", len(prompts), "prompts"),
-    ]
+    loop = own("plain loop")
+    rows = [*speed_rows({name: repeat_rates(runs, len(prompts)) for name, runs in found.items()}, K, loop),
+            Row("plain", "prompts", len(prompts), "prompts")]
+    for name in ("chain", "tree", "lookup", "assisted"):
+        counted = sum((out.acceptance for out in first[name]), Acceptance(first[name][0].acceptance.K))
+        rows += [Row(name, "acceptance_length", counted.mean_length, "tokens"),
+                 Row(name, "drafts", counted.drafts, ""),
+                 Row(name, "tokens_per_target_pass", per_pass(first[name]), "tokens")]
     faults = []
-    for name, other, reference in (("plain", "reference", Stock.name), ("chain", "plain", loop)):
+    for name, other, reference in (("plain", "their_plain", Stock.name), ("chain", "plain", loop),
+                                   ("tree", "plain", loop), ("lookup", "plain", loop), ("assisted", "plain", loop)):
         compared, wrong = same_answers(name, target, prompts, [out.tokens for out in first[name]],
                                        [out.tokens for out in first[other]], recipe.eval.gap_tolerance, reference)
         rows, faults = rows + compared, faults + wrong
     return Result(rows, faults, {"drafter": recipe.drafter.path or f"fresh {recipe.drafter.kind}"})
+
+
+def speed_rows(rates: dict[str, list[float]], K: int, loop: str) -> list[Row]:
+    """Ratios and rates of every way against what it is compared with."""
+    lookup = f"{Stock.name}, prompt_lookup_num_tokens {K}"
+    assisted = f"{Stock.name}, assistant_model, num_assistant_tokens {K}"
+    rows = ratio_rows("chain", rates["chain"], rates["their_lookup"], lookup)
+    for name, other, reference in (("plain", "their_plain", Stock.name), ("chain", "plain", loop),
+                                   ("tree", "plain", loop), ("lookup", "their_lookup", lookup),
+                                   ("assisted", "their_assisted", assisted)):
+        rows += ratio_rows(name, rates[name], rates[other], reference)
+        rows += rate_rows(name, rates[name], rates[other], reference)
+    return rows
 
 
 def repeat_rates(runs: list[Timed], count: int) -> list[float]:

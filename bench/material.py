@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -97,10 +98,11 @@ class Stock:
         self.model = model.to(target.device).eval().requires_grad_(False)
 
     def answers(self, prompts: list[list[int]], batch_size: int, max_tokens: int, sampling: Sampling = GREEDY,
-                seed: int = 0, lookup: int | None = None) -> list[list[int]]:
+                seed: int = 0, lookup: int | None = None, assistant: Any = None) -> list[list[int]]:
         """Answers by `generate`, end token included, in the order of the prompts.
 
-        Prompts of like length are run together, padded at the front. lookup: tokens that prompt lookup drafts.
+        Prompts of like length are run together, padded at the front. lookup: tokens that prompt lookup drafts;
+        assistant: the model that drafts.
         """
         choice = {"do_sample": False} if sampling.greedy else {
             "do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
@@ -112,7 +114,8 @@ class Stock:
             ids, mask = pad_front([prompts[i] for i in part], self.end_ids[0])
             out = self.model.generate(
                 ids.to(self.device), attention_mask=mask.to(self.device), max_new_tokens=max_tokens,
-                eos_token_id=self.end_ids, pad_token_id=self.end_ids[0], prompt_lookup_num_tokens=lookup, **choice)
+                eos_token_id=self.end_ids, pad_token_id=self.end_ids[0], prompt_lookup_num_tokens=lookup,
+                assistant_model=assistant, **choice)
             found |= {i: self.kept(row) for i, row in zip(part, out[:, ids.shape[1]:].tolist())}
         return [found[i] for i in range(len(prompts))]
 

@@ -78,17 +78,21 @@ class StaticGrowth:
             picks, real = self.draft_ids[best], None
         if width > picks.shape[-1]:
             raise ValueError(f"a tree of {width} guesses behind one token needs a draft vocabulary of as many")
-        self.tokens.append(picks[:, level.parents, level.ranks])  # [B, n]
+        narrow = self.tree.narrow  # a chain needs no lookups of what follows what
+        self.tokens.append(picks[..., 0] if narrow else picks[:, level.parents, level.ranks])  # [B, n]
         if self.tree.stop:
             self.real.append(self.alive)
             sure = logits.float().log_softmax(-1).amax(-1) if self.sample is None else self.chance().log()
             self.alive = self.alive & (sure >= torch.tensor(self.tree.stop).log())
-        elif real is not None:
+        elif real is not None and not narrow:
             self.real.append(real[:, level.parents, level.ranks] & self.alive[:, level.parents])
             self.alive = self.real[-1][:, level.going]
-        self.frontier, self.places = self.tokens[-1][:, level.going], level.going_places
-        self.follows = torch.tensor(level.parents, device=logits.device)[level.going].expand(len(logits), -1)
-        self.level += 1
+        self.level, self.places = self.level + 1, level.going_places
+        if narrow:
+            self.frontier = self.tokens[-1]
+        else:
+            self.frontier = self.tokens[-1][:, level.going]
+            self.follows = torch.tensor(level.parents, device=logits.device)[level.going].expand(len(logits), -1)
         return self.level == len(self.levels) or bool(self.tree.stop and not self.alive.any())
 
     def drawn(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:

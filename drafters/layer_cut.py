@@ -124,7 +124,7 @@ def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> S
     if target.grouped:
         model.set_attn_implementation(GROUPED)
     return StandaloneLM("layer_cut", options, model, target.groups if target.grouped else 1,
-                        windows_of(model, model.config, name)).eval()
+                        windows_of(model, model.config, name, target.device)).eval()
 
 
 def cut(model: nn.Module, depth: int, kept: int) -> nn.Module:

@@ -116,7 +116,7 @@ class Target:
         if self.grouped:
             use_skinny_linear(self.model)
             self.model.set_attn_implementation(GROUPED)
-        self.windows = windows_of(self.model, self.config, section.model)
+        self.windows = windows_of(self.model, self.config, section.model, self.device)
         self.seen: dict[int, Tensor] = {}
         self.hooks: list[RemovableHandle] = []
         self.tap(layers)

@@ -6,6 +6,7 @@ Legend: B rows, N nodes, V vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -116,11 +117,18 @@ class Topology:
     def of(cls, draft: Draft) -> "Topology":
         N, device = draft.tokens.shape[1], draft.tokens.device
         if draft.parents is None:
-            places = torch.arange(N + 1, device=device)
-            return cls((places[None] <= places[:, None])[None], places[None])
+            return straight(N, device)
         reach = torch.eye(N + 1, device=device).repeat(len(draft.parents), 1, 1)
         reach[:, 1:].scatter_(2, draft.parents[..., None], 1.0)  # a place, and its parent
         for _ in range(max(N, 1).bit_length()):  # squaring doubles how far ancestors reach
             reach = (reach @ reach).clamp_(max=1.0)
         sees = reach > 0
         return cls(sees, sees.sum(-1) - 1)
+
+
+@lru_cache(maxsize=64)
+def straight(N: int, device: torch.device) -> Topology:
+    """The topology of a chain, which every cycle shares."""
+    with torch.inference_mode(False):
+        places = torch.arange(N + 1, device=device)
+        return Topology((places[None] <= places[:, None])[None], places[None])

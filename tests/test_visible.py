@@ -78,10 +78,11 @@ def test_a_state_that_cannot_be_taken_back_is_refused():
 
     for kind in ("linear_attention", "chunked_attention"):
         with pytest.raises(ConfigError, match=f"target.model = some/model: Net has {kind} layers"):
-            windows_of(Net(), SimpleNamespace(layer_types=["full_attention", kind], sliding_window=4), "some/model")
+            windows_of(Net(), SimpleNamespace(layer_types=["full_attention", kind], sliding_window=4), "some/model",
+                       torch.device("cpu"))
     Net._is_stateful = True
     with pytest.raises(ConfigError, match="Net has recurrent layers"):
-        windows_of(Net(), SimpleNamespace(), "some/model")
+        windows_of(Net(), SimpleNamespace(), "some/model", torch.device("cpu"))
 
 
 def test_kinds_of_layers_by_hand():
@@ -89,4 +90,4 @@ def test_kinds_of_layers_by_hand():
                              ({"sliding_window": 4}, {"sliding_attention": 4}),
                              ({"sliding_window": 4, "use_sliding_window": False}, {"full_attention": 0}),
                              ({"sliding_window": 4, "layer_types": ["full_attention"] * 2}, {"full_attention": 0})):
-        assert windows_of(nn.Linear(1, 1), SimpleNamespace(**config), "x") == expected
+        assert windows_of(nn.Linear(1, 1), SimpleNamespace(**config), "x", torch.device("cpu")) == expected

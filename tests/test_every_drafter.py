@@ -1,0 +1,73 @@
+"""The lossless suite: every registered drafter, as a chain and as trees, changes neither greedy nor sampled text."""
+
+from functools import cache
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from tiny import LAYERS, load_target, write_target
+
+from data.sampling import Sampling, probabilities
+from drafters.registry import REGISTRY, entry, options_of
+from drafters.tree import DynamicTree, StaticTree, chain
+from eval.decode import Decoder
+
+OPTIONS = {"eagle3": {"draft_vocab_size": 40}, "layer_cut": {"layers": 5}}  # those that a tiny target needs
+CHAINS_ONLY = {"lookup"}
+TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+PLANS = {"chain": chain(3), "static": TREE, "dynamic": DynamicTree(3, 3, 8)}
+PAIRS = [(kind, plan) for kind in REGISTRY for plan in PLANS if plan == "chain" or kind not in CHAINS_ONLY]
+PROMPTS = [[3, 9, 14, 3, 9], [7, 7], [30, 31, 32, 33, 30, 31]]
+LIMIT, ENDS = 12, [40, 41, 42]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(write_target(tmp_path_factory.mktemp("target")), "float64", LAYERS)
+
+
+@cache
+def opened(kind: str, target):
+    counts = {i: 1 for i in range(3, 60)}
+    return entry(kind).code.build(options_of(kind, OPTIONS.get(kind, {})), target, counts, 0).double().eval()
+
+
+@cache
+def plainly(target, limit: int) -> list[list[int]]:
+    return [o.tokens for o in Decoder(target, limit, end_ids=ENDS).plain(PROMPTS)]
+
+
+@pytest.mark.parametrize("kind,plan", PAIRS)
+def test_greedy_text_stays(target, kind, plan):
+    """Case 59: in float64 the text is plain decoding's, in a ragged batch and with rows that are replaced."""
+    for slots in (0, 2):
+        out = Decoder(target, LIMIT, end_ids=ENDS, slots=slots).speculative(PROMPTS, opened(kind, target), PLANS[plan])
+        assert [o.tokens for o in out] == plainly(target, LIMIT)
+
+
+@pytest.mark.parametrize("kind,plan,drawn", [(kind, plan, drawn) for kind, plan in PAIRS for drawn in (False, True)
+                                             if plan != "dynamic" or not drawn])
+def test_sampled_text_follows_the_target(target, kind, plan, drawn):
+    """Two tokens of 500 answers, jointly: no distribution but the target's own, with top-k 3 (each test at 1e-4)."""
+    settings, prompt = Sampling(1.0, 3), PROMPTS[0]
+    exact = {}
+    for a, p in following(target, prompt, settings).items():
+        exact |= {(a, b): p * q for b, q in following(target, [*prompt, a], settings).items()}
+    out = Decoder(target, 2, settings, end_ids=[], seed=3).speculative([prompt] * 500, opened(kind, target),
+                                                                       PLANS[plan], drawn)
+    seen = [tuple(o.tokens) for o in out]
+    assert set(seen) <= set(exact)
+    large = [pair for pair, p in exact.items() if p * 500 >= 5]
+    observed = [seen.count(pair) for pair in large] + [sum(pair not in large for pair in seen)]
+    expected = [exact[pair] * 500 for pair in large]
+    expected.append(500 - sum(expected))
+    if expected[-1] < 1e-9:
+        observed, expected = observed[:-1], expected[:-1]
+    assert chisquare(observed, expected).pvalue > 1e-4
+
+
+def following(target, ids: list[int], settings: Sampling) -> dict[int, float]:
+    """Possible next tokens and their probabilities."""
+    states = target.forward(torch.tensor([ids]), torch.arange(len(ids))[None])
+    p = probabilities(states.logits[0, -1], settings)
+    return {int(token): float(p[token]) for token in p.nonzero()[:, 0]}
