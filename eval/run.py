@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data.chat import prompt_ids
 from data.prompts import Prompt, evaluation_prompts
-from drafters import checkpoint
+from drafters import checkpoint, imported
 from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
@@ -91,7 +91,7 @@ class Evaluation:
         self.prompts, self.prompts_sha256 = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
         self.target = Target(on_one_process(recipe.target), recipe.trace.layers)
         require_chat_template(self.target)
-        self.checkpoint = checkpoint.chosen(recipe.drafter.path, self.folder)
+        self.checkpoint = imported.chosen(recipe.drafter, self.folder, self.target)
         self.drafter = checkpoint.load(self.checkpoint, self.target)
         if self.target.grouped:
             use_skinny_linear(self.drafter)
