@@ -31,6 +31,7 @@ help:
 	@echo "make launch      files for several nodes; ARGS=\"--nodes 2 --gpus 8 --scheduler slurm|torchrun|accelerate\""
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make layers      searches the target layers that feed a drafter best, on a part of the traces (docs/training.md)"
+	@echo "make publish     REPO=org/name: a checked export with its model card, private (docs/publish.md)"
 	@echo "make bench       ARGS=\"--only NAME\": speeds, each in turns with what it is compared with (docs/bench.md)"
 
 $(READY): pyproject.toml constraints.txt
@@ -99,7 +100,12 @@ bench: $(READY)
 plan: $(READY)
 	$(PY) -m eval.plan --config $(RECIPE) $(ARGS)
 
-compare serve-check doctor publish roi:
+# REPO reaches the program through the environment: no shell ever reads what is in it.
+publish: export REPO := $(value REPO)
+publish: $(READY)
+	$(PY) -m eval.publish --config $(RECIPE) --repo "$${REPO}" $(ARGS)
+
+compare serve-check doctor roi:
 	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
 
 clean:

@@ -18,6 +18,7 @@ from drafters.export.engines import ENGINES, serving, since
 from drafters.export.native import engine_layer_ids
 
 UNNAMED = "TARGET"  # stands for a target that only this machine has under its name
+HERE = "PATH"  # stands for the folder of an export
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ("SERVE.md", "serve.sh", "tensorrt-llm.yaml", "dynamo-aggregated.yaml", "dynamo-disaggregated.yaml")
 IMAGE = "nvcr.io/nvidia/ai-dynamo/vllm-runtime:1.3.1"
@@ -170,8 +171,8 @@ def serve_script(deployment: Deployment) -> str:
 SERVE = """# Serving this drafter
 
 Target: `{target}`. It was trained on exactly this model: another one, or a fine-tuned one, lowers acceptance.
-{named}PATH is `{drafter}`. {drafted} tokens are drafted a cycle; another number needs no new export.
-`bash serve.sh ENGINE{argument}` starts an engine that is installed here, with this folder as the drafter.
+{named}{drafted} tokens are drafted a cycle; another number needs no new export.
+`bash serve.sh ENGINE{argument}` starts an engine that is installed, with the folder of serve.sh as the drafter.
 """
 OTHERS = """
 ## Other engines
@@ -192,7 +193,7 @@ separate prefill and decode workers.
 ## SGLang
 
     python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
-      --speculative-draft-model-path PATH --speculative-num-steps {drafted} --speculative-eagle-topk 1 \\
+      --speculative-draft-model-path {drafter} --speculative-num-steps {drafted} --speculative-eagle-topk 1 \\
       --speculative-num-draft-tokens {verified}
 """,
     "tensorrt-llm": """
@@ -207,19 +208,20 @@ def serve_text(deployment: Deployment) -> str:
     """SERVE.md: the commands for the engines that serve this drafter, and why others would not."""
     target, drafted = shlex.quote(deployment.target), deployment.drafted
     unnamed = deployment.target == UNNAMED
-    text = SERVE.format(target=deployment.target, drafter=deployment.drafter, drafted=drafted,
-                        named=f"{UNNAMED} stands for its folder.\n" if unnamed else "",
-                        argument=f" {UNNAMED}" if unnamed else "")
+    here = deployment.drafter == HERE
+    text = SERVE.format(target=deployment.target, drafted=drafted, argument=f" {UNNAMED}" if unnamed else "",
+                        named=(f"{UNNAMED} stands for its folder. " * unnamed + f"{HERE} is this folder. " * here))
     own = ""
     if deployment.layout == "speculators" and not unnamed:
-        own = "\nor, the target being named in config.json:\n\n    vllm serve PATH\n"
+        own = f"\nor, the target being named in config.json:\n\n    vllm serve {shlex.quote(deployment.drafter)}\n"
     refused = []
     for name, reasons in deployment.refusals.items():
         if reasons:
             refused += reasons
             continue
         text += HEADINGS[name].format(target=target, drafted=drafted, verified=drafted + 1, own=own,
-                                      config=shlex.quote(speculative_config("PATH", drafted)))
+                                      drafter=shlex.quote(deployment.drafter),
+                                      config=shlex.quote(speculative_config(deployment.drafter, drafted)))
         if recent := since(name, deployment.keys):
             text += f"\nNeeds a version of {ENGINES[name].title} that has {'; '.join(recent)}.\n"
     if refused:

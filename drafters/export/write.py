@@ -16,7 +16,7 @@ from drafters.export.check import read_config
 from drafters.export.foreign import STRUCTURE
 from drafters.export.layouts import LAYOUTS, Layout, Served
 from drafters.export.native import DTYPES, VARIANTS, canonical_rope, check_meta, layers_of
-from drafters.export.serving import FILES, Deployment, serving_files, target_reference
+from drafters.export.serving import FILES, HERE, Deployment, serving_files, target_reference
 from drafters.export.tensor_check import is_size
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, sync_folder, write_bytes, write_json, write_text
@@ -55,7 +55,7 @@ def export_layout(name: str, checkpoint: Path, out: Path, dtype: str, served: Se
         write_bytes(partial / WEIGHT_FILE, save(tensors, metadata={"format": "pt"}))
         write_json(partial / CONFIG, config)
         write_json(partial / ORIGIN, provenance(name, meta, dtype, sha256_file(checkpoint / WEIGHTS)))
-        deployment = Deployment(target_reference(meta["target"]["model"]), "PATH", name, layout.flat(config),
+        deployment = Deployment(target_reference(meta["target"]["model"]), HERE, name, layout.flat(config),
                                 meta["shape"]["target_layers"], served.drafted)
         for file, text in serving_files(deployment).items():
             write_text(partial / file, text)
