@@ -31,6 +31,7 @@ help:
 	@echo "make launch      files for several nodes; ARGS=\"--nodes 2 --gpus 8 --scheduler slurm|torchrun|accelerate\""
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make layers      searches the target layers that feed a drafter best, on a part of the traces (docs/training.md)"
+	@echo "make serve-check a real vLLM serves the export: same greedy ids, the report's acceptance (docs/serve-check.md)"
 	@echo "make publish     REPO=org/name: a checked export with its model card, private (docs/publish.md)"
 	@echo "make bench       ARGS=\"--only NAME\": speeds, each in turns with what it is compared with (docs/bench.md)"
 
@@ -105,7 +106,11 @@ publish: export REPO := $(value REPO)
 publish: $(READY)
 	$(PY) -m eval.publish --config $(RECIPE) --repo "$${REPO}" $(ARGS)
 
-compare serve-check doctor roi:
+# With --python in ARGS that interpreter's vLLM is used, else the CPU environment of `make test-vllm`.
+serve-check: $(READY) $(if $(findstring --python,$(ARGS)),,.venv-vllm/.ready)
+	$(PY) -m eval.serve_check --config $(RECIPE) $(ARGS)
+
+compare doctor roi:
 	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
 
 clean:

@@ -152,7 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
                 repo["files"][value["path"]] = base64.b64decode(value["content"])
         repo["commits"].append(header["value"]["summary"])
         made = self.sha(repo)
-        return 200, {"commitUrl": f"{hub.url}/{next(iter(hub.repos))}/commit/{made}", "commitOid": made, "success": True}
+        where = f"{hub.url}/{next(iter(hub.repos))}/commit/{made}"
+        return 200, {"commitUrl": where, "commitOid": made, "success": True}
 
     def send(self, status: int, value: dict | list) -> None:
         content = json.dumps(value).encode()
