@@ -32,6 +32,7 @@ help:
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make layers      searches the target layers that feed a drafter best, on a part of the traces (docs/training.md)"
 	@echo "make serve-check a real vLLM serves the export: same greedy ids, the report's acceptance (docs/serve-check.md)"
+	@echo "make doctor      where training, loop, second reader and engine part, stage by stage (docs/doctor.md)"
 	@echo "make publish     REPO=org/name: a checked export with its model card, private (docs/publish.md)"
 	@echo "make bench       ARGS=\"--only NAME\": speeds, each in turns with what it is compared with (docs/bench.md)"
 
@@ -110,7 +111,11 @@ publish: $(READY)
 serve-check: $(READY) $(if $(findstring --python,$(ARGS)),,.venv-vllm/.ready)
 	$(PY) -m eval.serve_check --config $(RECIPE) $(ARGS)
 
-compare doctor roi:
+# ARGS="--python .venv-vllm/bin/python" compares vLLM too.
+doctor: $(READY)
+	$(PY) -m eval.doctor --config $(RECIPE) $(ARGS)
+
+compare roi:
 	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
 
 clean:

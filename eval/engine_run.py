@@ -40,6 +40,7 @@ class Job:
     stop: list[int]
     dtype: str
     engine: dict[str, Any] = field(default_factory=dict)
+    chats: list[Any] = field(default_factory=list)  # messages that the engine's own tokenizer is to render
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Answers:
     accepted: list[int]
     engine: dict[str, Any]
     seconds: float
+    rendered: list[list[int]] = field(default_factory=list)  # ids of the job's chats
 
     @property
     def per_position(self) -> list[float]:
@@ -84,7 +86,7 @@ def offline(python: str, job: Job, threads: int, log: Path) -> Answers:
         raise RunError(f"the engine: {found['error']} (see {log})")
     return Answers(found["tokens"], found["drafts"], found["accepted"],
                    {"name": "vllm", "version": found["version"], "torch": found["torch"], "device": found["device"]},
-                   found["seconds"])
+                   found["seconds"], found["rendered"])
 
 
 def arguments(engine: dict[str, Any]) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """One vLLM engine that answers a job's prompts greedily, as a process of the environment that has vLLM.
 
 `python -P eval/serve_worker.py JOB RESULT`: JOB holds {model, drafter (folder or null), drafted, prompts (token ids),
-max_tokens, stop, dtype, engine}; RESULT is {tokens, drafts, accepted (by position), version, torch, device, seconds},
-or {error}. Imports nothing of the project, whose packages are not installed there.
+max_tokens, stop, dtype, engine, chats (messages)}; RESULT is {tokens, drafts, accepted (by position), version, torch,
+device, seconds, rendered (ids of the chats)}, or {error}. Imports nothing of the project, whose packages are not
+installed there.
 """
 
 import importlib.metadata
@@ -28,6 +29,12 @@ def counters(metrics: list[Any]) -> tuple[int, list[int]]:
     return int(drafts), [int(n) for n in accepted]
 
 
+def rendered(tokenizer: Any, messages: list[Any]) -> list[int]:
+    """Ids of a chat by the engine's own tokenizer and template."""
+    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return list(found)
+
+
 def answer(job: dict[str, Any]) -> dict[str, Any]:
     import vllm  # noqa: PLC0415  # its absence is an answer
     from vllm.platforms import current_platform  # noqa: PLC0415
@@ -45,7 +52,8 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     drafts, accepted = counters(llm.get_metrics()) if job["drafter"] is not None else (0, [])
     return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "drafts": drafts,
             "accepted": accepted, "version": vllm.__version__, "torch": importlib.metadata.version("torch"),
-            "device": current_platform.device_type, "seconds": seconds}
+            "device": current_platform.device_type, "seconds": seconds,
+            "rendered": [rendered(llm.get_tokenizer(), chat) for chat in job["chats"]]}
 
 
 def main() -> None:

@@ -117,6 +117,12 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in sorted(folder.iterdir())} if folder.is_dir() else {}
 
 
+def exports_here(recipe: Recipe, folder: Path) -> dict[str, Path]:
+    """The folders of export.formats that were written."""
+    found = {layout: folder / "export" / layout for layout in recipe.export.formats}
+    return {layout: out for layout, out in found.items() if (out / WEIGHT_FILE).is_file()}
+
+
 def proven(proof: Path, key: str | None, files: dict[str, str]) -> bool:
     """Whether exactly these files were checked, with the settings of `key` (None: whichever)."""
     try:

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from tiny import LAYERS, V, chat_tokenizer, conversations, llama, load_target, write_prompts, write_recipe, write_traces
+from tiny import LAYERS, V, chat_tokenizer, llama, load_target, write_prompts, write_recipe, write_traces
 
+from data.capture import Conversation
 from drafters import checkpoint
 from drafters.registry import entry, options_of
 
@@ -31,6 +32,16 @@ def counting_target(folder: Path) -> Path:
     model.save_pretrained(folder)
     chat_tokenizer().save_pretrained(folder)
     return folder
+
+
+def counted_rows(train: int, validation: int) -> list[Conversation]:
+    """The target's own greedy answers to short prompts, cut by their length."""
+    rows = []
+    for n in range(train + validation):
+        prompt, answer = [5 + n, 9, 20 + 2 * n], [21 + 2 * n + i for i in range(7)]
+        rows.append(Conversation(f"r{n}", "train" if n < train else "validation", prompt + answer,
+                                 [0] * 3 + [1] * 7, [answer[-1] + 1 + i for i in range(6)], "length"))
+    return rows
 
 
 @torch.no_grad()
@@ -53,7 +64,7 @@ def tiny_run(folder: Path, options: dict | None = None) -> SimpleNamespace:
     """`target` (tapped at LAYERS), `run` (its folder), `recipe` (a file), `drafter`, whose checkpoint is the best."""
     model = counting_target(folder / "model")
     run = folder / "runs" / "tiny"
-    write_traces(run, model, conversations(6, 2))
+    write_traces(run, model, counted_rows(6, 3))
     target = load_target(model, "float32", LAYERS)
     chosen = {"draft_vocab_size": V - len(MISSES), "start": "random", **(options or {})}
     counts = {i: 1 for i in range(V) if i not in MISSES}

@@ -37,6 +37,11 @@ class LLM:
         tokens = [self.found["answers"][str(prompt["prompt_token_ids"])] for prompt in prompts]
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids[: params.max_tokens])]) for ids in tokens]
 
+    def get_tokenizer(self):
+        """What it makes of a chat comes from engine.json too."""
+        known = self.found.get("rendered")
+        return SimpleNamespace(apply_chat_template=lambda messages, **how: known[messages[-1]["content"]])
+
     def get_metrics(self):
         """Two replicas' counters (case 55)."""
         half, rest = self.found["drafts"] // 2, self.found["drafts"] - self.found["drafts"] // 2
