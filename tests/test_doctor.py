@@ -18,6 +18,7 @@ from eval.decode import Decoder
 from recipes.files import sha256_file
 
 FORMATS = ["--export.formats", "[native, speculators]"]
+QUICK = ["--rows", "2", "--starts", "2", "--prompts", "2"]
 ENGINE = Path(__file__).resolve().parent / "fake_engine"
 
 
@@ -149,7 +150,7 @@ def test_the_first_departure_is_named(base, whole, capsys, name):
         shard(base, change)
     else:
         (change_json if where.endswith(".json") else change_tensors)(base.run / where, change)
-    assert call(doctor.COMMAND, base.recipe) == 1
+    assert call(doctor.COMMAND, base.recipe, *QUICK) == 1
     assert message in capsys.readouterr().err
     assert findings(base)["first"]["departs"] is True
 
@@ -157,7 +158,7 @@ def test_the_first_departure_is_named(base, whole, capsys, name):
 ENGINES = {
     "right": ({}, 0, ""),
     "token ids": ({"rendered": None}, 1, "token ids: loop and vLLM with native depart: row prompt p0"),
-    "teacher": ({"answers": None}, 1, "teacher: loop and vLLM with native depart: row prompt p1, answer token 2"),
+    "teacher": ({"answers": None}, 1, "teacher: loop and vLLM with native depart: row prompt p2, answer token 2"),
     "acceptance": ({"accepted": [2, 1, 0]}, 1, "acceptance: loop and vLLM with native depart: on prompts"),
 }
 
@@ -170,11 +171,11 @@ def test_an_engine_that_departs(base, monkeypatch, capsys, name):
         fault = {"rendered": {key: [7, *ids] for key, ids in base.right["rendered"].items()}}
     if name == "teacher":
         answers = {key: list(ids) for key, ids in base.right["answers"].items()}
-        answers[list(answers)[1]][2] += 1
+        answers[list(answers)[2]][2] += 1
         fault = {"answers": answers}
     (base.model / "engine.json").write_text(json.dumps(base.right | {"faults": {"native": fault}}))
     monkeypatch.setenv("PYTHONPATH", str(ENGINE))
-    assert call(doctor.COMMAND, base.recipe, "--python", sys.executable) == code
+    assert call(doctor.COMMAND, base.recipe, *QUICK, "--python", sys.executable) == code
     assert message in capsys.readouterr().err
 
 
