@@ -33,6 +33,9 @@ help:
 	@echo "make compare     ARGS=\"A/report.json B/report.json\": reports of several runs, with significance"
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make layers      searches the target layers that feed a drafter best, on a part of the traces (docs/training.md)"
+	@echo "make serve-check a real vLLM serves the export: same greedy ids, the report's acceptance (docs/serve-check.md)"
+	@echo "make doctor      where training, loop, second reader and engine part, stage by stage (docs/doctor.md)"
+	@echo "make publish     REPO=org/name: a checked export with its model card, private (docs/publish.md)"
 	@echo "make bench       ARGS=\"--only NAME\": speeds, each in turns with what it is compared with (docs/bench.md)"
 
 $(READY): pyproject.toml constraints.txt
@@ -110,8 +113,18 @@ compare: $(READY)
 roi: $(READY)
 	$(PY) -m eval.roi --config $(RECIPE) $(ARGS)
 
-serve-check doctor publish:
-	@echo "make $@: this stage is not built yet; see docs/roadmap.md" >&2; exit 2
+# REPO reaches the program through the environment: no shell ever reads what is in it.
+publish: export REPO := $(value REPO)
+publish: $(READY)
+	$(PY) -m eval.publish --config $(RECIPE) --repo "$${REPO}" $(ARGS)
+
+# With --python in ARGS that interpreter's vLLM is used, else the CPU environment of `make test-vllm`.
+serve-check: $(READY) $(if $(findstring --python,$(ARGS)),,.venv-vllm/.ready)
+	$(PY) -m eval.serve_check --config $(RECIPE) $(ARGS)
+
+# ARGS="--python .venv-vllm/bin/python" compares vLLM too.
+doctor: $(READY)
+	$(PY) -m eval.doctor --config $(RECIPE) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-specforge .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,6 @@
 """A drafter on disk: drafter.safetensors (trained parameters, vocabulary maps) and drafter.json (shape, origin)."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch import Tensor
 from drafters.registry import entry, options_of
 from drafters.target import Target
 from recipes.errors import ConfigError, RunError
-from recipes.files import sha256_file, sha256_json, sync_folder, write_json
-from recipes.schema import Drafter as Section
+from recipes.files import sync_folder, write_json
 
 FORMAT = "drafthouse.drafter/1"
 WEIGHTS, META = "drafter.safetensors", "drafter.json"
@@ -84,28 +82,6 @@ def load(folder: Path, target: Target) -> Any:
     options = options_of(meta["kind"], meta["options"])
     drafter = entry(meta["kind"]).code.load(options, meta["shape"], meta["layers"], read_tensors(folder), target)
     return drafter.to(target.device, target.dtype).eval()
-
-
-@dataclass
-class Opened:
-    """A drafter ready to draft; its checkpoint folder where it was trained, and a digest of what decides its drafts."""
-
-    drafter: Any
-    folder: Path | None
-    digest: str
-
-
-def open_drafter(section: Section, target: Target, run: Path) -> Opened:
-    """The drafter of a recipe: a checkpoint's (`drafter.path`, or the best of the run), or one that needs no training.
-    ConfigError where there is none."""
-    if entry(section.kind).trained:
-        folder = chosen(section.path, run)
-        return Opened(load(folder, target), folder, sha256_file(folder / WEIGHTS))
-    if section.path:
-        raise ConfigError(f"drafter.path = {section.path}: a drafter of kind {section.kind} has no checkpoint; leave "
-                          "it empty")
-    drafter = entry(section.kind).code.build(options_of(section.kind, section.options), target, {}, 0)
-    return Opened(drafter.to(target.device).eval(), None, sha256_json(drafter.meta()))
 
 
 def check_target(meta: dict[str, Any], fingerprint: dict[str, str], where: str) -> None:

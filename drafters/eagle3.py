@@ -53,9 +53,9 @@ class Options:
     hidden_noise: NonNegativeFloat = opt(0.0, "standard deviation of noise on the fused states, relative to their own")
     feature_loss: NonNegativeFloat = opt(0.0, "weight of the distance to the target's final state")
     train_head: bool = opt(True, "train the output head (it starts as the target's)")
-    tap_norms: bool = opt(False, "a norm for each tap before fusing (EAGLE-3.1; vLLM only)")
-    feedback: Literal["pre_norm", "post_norm"] = opt("pre_norm", "state fed to the next step (post_norm: vLLM only)")
-    norm_before_residual: bool = opt(False, "residual takes the normed state")
+    tap_norms: bool = opt(False, "a norm for each tap before fusing (EAGLE-3.1; docs/export.md says which engines)")
+    feedback: Literal["pre_norm", "post_norm"] = opt("pre_norm", "state fed to the next step (post_norm: EAGLE-3.1)")
+    norm_before_residual: bool = opt(False, "residual takes the normed state (vLLM only)")
     intermediate_size: NonNegativeInt = opt(0, "MLP width; 0 is the target's")
     num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = opt(1, "decoder layers, 1 or 2 (2: vLLM only)")
 

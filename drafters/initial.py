@@ -49,19 +49,25 @@ def begin(section: Section, target: Target, counts: dict[int, int], seed: int) -
     chosen = resolve(found, stated, target, section.vocabulary, str(folder))
     size = chosen["draft_vocab_size"]
     ids = found.ids.sort().values if section.vocabulary == "keep" else rebuilt(found.ids, counts, size, target)
-    tensors = {name: t.float() for name, t in found.tensors.items()}
-    d2t, t2d = vocab.maps(ids, target.vocab_size)
-    tensors |= {"lm_head.weight": head_rows(own_head(found, target), found.ids, ids, target.head_weight),
-                "d2t": d2t, "t2d": t2d}
-    shape = found.shape | {"draft_vocab_size": size, "target_layers": target.depth}
-    if shape["rope_parameters"]["rope_type"] in ANY_LENGTH:
-        shape["max_position_embeddings"] = target.max_length
     options = options_of(section.kind, section.options | chosen)
-    drafter = entry(section.kind).code.load(options, shape, layers, tensors, target)
+    drafter = drafter_of(found, ids, layers, options, target, longer=True)
     new = int((~torch.isin(ids, found.ids)).sum())
     notes = [f"starting from {folder} ({found.layout} layout), layers {layers}, {size} draft tokens, {new} of them new",
              *found.notes, *other_target(found, target)]
     return Start(drafter, options, {"sha256": digest, "vocabulary": section.vocabulary}, notes)
+
+
+def drafter_of(found: Imported, ids: Tensor, layers: list[int], options: Any, target: Target, longer: bool) -> Any:
+    """The drafter of an imported checkpoint with draft vocabulary `ids` [D], on a loaded target that it fits. longer:
+    it is to be trained, for all positions of the target, where its rotary kind knows no longest one."""
+    tensors = {name: t.float() for name, t in found.tensors.items()}
+    d2t, t2d = vocab.maps(ids, target.vocab_size)
+    tensors |= {"lm_head.weight": head_rows(own_head(found, target), found.ids, ids, target.head_weight),
+                "d2t": d2t, "t2d": t2d}
+    shape = found.shape | {"draft_vocab_size": len(ids), "target_layers": target.depth}
+    if longer and shape["rope_parameters"]["rope_type"] in ANY_LENGTH:
+        shape["max_position_embeddings"] = target.max_length
+    return entry(found.kind).code.load(options, shape, layers, tensors, target)
 
 
 def check_fit(found: Imported, target: Target, where: str) -> list[int]:

@@ -4,8 +4,8 @@ Weights are safetensors, one file or several with an index; pytorch_model.bin is
 executes nothing that the file holds.
 """
 
-import json
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import fields
@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters import checkpoint, vocab
+from drafters.export import check
 from drafters.export.foreign import STRUCTURE, Imported, from_native
 from drafters.export.native import layers_of
 from drafters.export.speculators import from_speculators
@@ -28,13 +29,14 @@ from recipes.errors import ConfigError
 from recipes.files import sha256_file, sha256_json
 
 FIELD = "drafter.init_from"
-CONFIG = "config.json"
+CONFIG, ORIGIN = "config.json", "provenance.json"
+PART = re.compile(r"[\w][\w.-]*")  # a file's name that leads nowhere else
 # Stems of the files that hold the weights, in the order in which they are looked for.
 STEMS: tuple[tuple[str, str], ...] = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 
 
-def find(init_from: str) -> Path:
-    """The local folder of `drafter.init_from`: the folder itself, a run's best checkpoint, or a Hub repository's copy.
+def find(init_from: str, field: str = FIELD) -> Path:
+    """The local folder of `field`: the folder itself, a run's best checkpoint, or a Hub repository's copy.
 
     Raises ConfigError where there is no such thing.
     """
@@ -44,20 +46,21 @@ def find(init_from: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ConfigError(f"{FIELD} = {init_from}: a file; name the folder that holds it")
+        raise ConfigError(f"{field} = {init_from}: a file; name the folder that holds it")
     try:
         found = Path(snapshot_download(init_from, allow_patterns=["*.json", "*.safetensors"]))
-        if not list(found.glob("*.safetensors")):
+        if field == FIELD and not list(found.glob("*.safetensors")):
             found = Path(snapshot_download(init_from, allow_patterns=["*.json", "pytorch_model*.bin"]))
     except (OSError, HFValidationError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{FIELD} = {init_from}: no such folder here, and not to be had from the Hub: {first}"
+        raise ConfigError(f"{field} = {init_from}: no such folder here, and not to be had from the Hub: {first}"
                           ) from None
     return found
 
 
-def read(folder: Path) -> tuple[Imported, str]:
-    """(the drafter in a folder, digest of the files that were read).
+def read(folder: Path, field: str = FIELD) -> tuple[Imported, str]:
+    """(the drafter in a folder, digest of the files that were read). Only `drafter.init_from` reads other files than
+    safetensors.
 
     Raises ConfigError, naming the file, where the folder holds no drafter or one that cannot be used here.
     """
@@ -67,15 +70,17 @@ def read(folder: Path) -> tuple[Imported, str]:
     elif (folder / CONFIG).is_file():
         config = read_config(folder / CONFIG)
         layout = from_speculators if "speculators_model_type" in config else from_native
-        files = weight_files(folder)
+        files = weight_files(folder, STEMS if field == FIELD else STEMS[:1])
         tensors = read_tensors(files)
         try:
             found = layout(config, tensors)
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from None
         files = [folder / CONFIG, *files]
+        if not found.target and (folder / ORIGIN).is_file():  # the layout has no place for what it was made for
+            found.target = target_of(read_config(folder / ORIGIN))
     else:
-        raise ConfigError(f"{FIELD} = {folder}: holds neither {checkpoint.META} (a checkpoint of this project) nor "
+        raise ConfigError(f"{field} = {folder}: holds neither {checkpoint.META} (a checkpoint of this project) nor "
                           f"{CONFIG} (a drafter as engines load it)")
     return found, sha256_json({path.name: sha256_file(path) for path in files})
 
@@ -102,23 +107,28 @@ def own(meta: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Impor
 
 def read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: must be a mapping, not {type(config).__name__}")
-    return config
+        return check.read_config(path)
+    except ConfigError as error:
+        raise ConfigError(f"{path.parent}/{error}") from None
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, an index first. Raises ConfigError where there are none, or two candidates."""
-    for stem, end in STEMS:
+def target_of(origin: dict[str, Any]) -> dict[str, Any]:
+    """Model and fingerprint out of provenance.json; nothing where they are not of that form."""
+    target = origin.get("target")
+    known = isinstance(target, dict) and isinstance(target.get("fingerprint"), dict) and "model" in target
+    return {"model": str(target["model"]), "fingerprint": target["fingerprint"]} if known else {}
+
+
+def weight_files(folder: Path, stems: tuple[tuple[str, str], ...] = STEMS) -> list[Path]:
+    """The files that hold the weights, an index first. Raises ConfigError where there are none, two candidates, or an
+    index that names anything but weights beside it."""
+    for stem, end in stems:
         index, single = folder / f"{stem}{end}.index.json", folder / f"{stem}{end}"
         if index.is_file():
             parts = read_config(index).get("weight_map")
-            names = sorted(set(parts.values())) if isinstance(parts, dict) else []
-            if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-                raise ConfigError(f"{index}: weight_map must name files of this folder")
+            names = sorted({str(name) for name in parts.values()}) if isinstance(parts, dict) else []
+            if not names or not all(PART.fullmatch(name) and name.endswith(end) for name in names):
+                raise ConfigError(f"{index}: weight_map must name files of this folder ({end})")
             return [index, *(folder / name for name in names)]
         if single.is_file():
             return [single]
@@ -128,7 +138,7 @@ def weight_files(folder: Path) -> list[Path]:
         if others:
             raise ConfigError(f"{folder}: {', '.join(path.name for path in others)}: which of them is the drafter's? "
                               f"keep one, or name it {single.name}")
-    raise ConfigError(f"{folder}: no {' or '.join(f'{stem}{end}' for stem, end in STEMS)} here")
+    raise ConfigError(f"{folder}: no {' or '.join(f'{stem}{end}' for stem, end in stems)} here")
 
 
 def read_tensors(files: list[Path]) -> dict[str, Tensor]:

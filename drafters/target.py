@@ -233,22 +233,42 @@ class Target:
 
     def fingerprint(self) -> dict[str, str]:
         """What must agree between traces, drafter and serving: weights, config, dtype, tokenizer, template."""
-        return {
-            "weights": self.weights_digest(),
-            "config": sha256_json({k: v for k, v in self.config.to_dict().items() if not k.startswith("_")
-                                   and k not in ("transformers_version", "dtype", "name_or_path")}),
-            "dtype": self.section.dtype,
-            "tokenizer": sha256_json(tokenizer_state(self.tokenizer)),
-            "template": sha256_json(self.tokenizer.chat_template or ""),
-        }
+        return fingerprint_of(self.path, self.config, self.tokenizer, self.section.dtype)
 
     def weights_digest(self) -> str:
-        """Digest of the safetensors files, in a local folder or in the Hub's cache; the same wherever they are
-        loaded to."""
-        folder, digest = Path(self.path), sha256_file
-        if not folder.is_dir():
-            folder, digest = Path(cached_file(self.path, "config.json", local_files_only=True)).parent, blob_sha256
-        return sha256_json({f.name: digest(f) for f in sorted(folder.glob("*.safetensors"))})
+        return weights_digest(self.path)
+
+
+def fingerprint_of(path: str, config: Any, tokenizer: PreTrainedTokenizerBase, dtype: str) -> dict[str, str]:
+    """See Target.fingerprint."""
+    return {
+        "weights": weights_digest(path),
+        "config": sha256_json({k: v for k, v in config.to_dict().items() if not k.startswith("_")
+                               and k not in ("transformers_version", "dtype", "name_or_path")}),
+        "dtype": dtype,
+        "tokenizer": sha256_json(tokenizer_state(tokenizer)),
+        "template": sha256_json(tokenizer.chat_template or ""),
+    }
+
+
+def unloaded_fingerprint(section: TargetSection) -> dict[str, str]:
+    """The fingerprint of a target without loading its weights. ConfigError as Target raises it."""
+    path, options = resolve_model(section), {"trust_remote_code": section.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(path, **options).get_text_config()
+        return fingerprint_of(path, config, AutoTokenizer.from_pretrained(path, **options), section.dtype)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"target.model = {section.model}: cannot be read: {first}") from None
+
+
+def weights_digest(path: str) -> str:
+    """Digest of the safetensors files, in a local folder or in the Hub's cache; the same wherever they are loaded
+    to."""
+    folder, digest = Path(path), sha256_file
+    if not folder.is_dir():
+        folder, digest = Path(cached_file(path, "config.json", local_files_only=True)).parent, blob_sha256
+    return sha256_json({f.name: digest(f) for f in sorted(folder.glob("*.safetensors"))})
 
 
 def blob_sha256(path: Path) -> str:

@@ -76,6 +76,8 @@ class ReadDrafter:
             self.weights = load_file(folder / "model.safetensors")
         except (OSError, ValueError, SafetensorError) as error:
             raise RunError(f"{folder}: cannot be read: {error}; export again") from None
+        if "speculators_model_type" in self.config:
+            self.read_speculators()
         self.layers = self.config["eagle_aux_hidden_state_layer_ids"]
         self.further = [f"layers.{i}" for i in range(1, self.config["num_hidden_layers"])]
         self.check_names(folder)
@@ -88,6 +90,18 @@ class ReadDrafter:
         own = self.weights.get("embed_tokens.weight")
         self.embedding = model.get_input_embeddings().weight if own is None else own  # [V, H]
         self.frequencies = inverse_frequencies(self.config).to(model.device)
+
+    def read_speculators(self) -> None:
+        """Takes the other layout's config (formats.md section 2) and names for the native ones: the decoder has a
+        config of its own, its layer is layers.0, and a full vocabulary has no maps."""
+        outer, inner = self.config, self.config["transformer_layer_config"]
+        self.config = {**inner, **{key: outer[key] for key in (
+            "norm_before_residual", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")}}
+        self.weights = {name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
+                        for name, tensor in self.weights.items()}
+        if outer["draft_vocab_size"] == inner["vocab_size"]:
+            self.weights.setdefault("d2t", torch.zeros(inner["vocab_size"], dtype=torch.long))
+            self.weights.setdefault("t2d", torch.ones(inner["vocab_size"], dtype=torch.bool))
 
     def check_names(self, folder: Path) -> None:
         """Raises RunError where a tensor is missing, or is one that this reader leaves unused (case 13)."""
@@ -157,14 +171,17 @@ class ReadDrafter:
         A layer's keys and values depend on nothing but their own row and, behind the first layer, earlier ones:
         so a causal pass over all rows is the chain, the rows of positions <= t being the real target states.
         """
-        state, following, drafted = self.combine(taps), tokens[1:], []
+        return [self.target_ids[int(logits.argmax())] for logits in self.draft_logits(taps, tokens, length)]
+
+    def draft_logits(self, taps: list[Tensor], tokens: list[int], length: int) -> list[Tensor]:
+        """Logits [D] of each step of `draft`."""
+        state, following, found = self.combine(taps), tokens[1:], []
         for _ in range(length):
             feedback, output = self.step(state, following)
-            logits = self.linear("lm_head", output[-1])  # [D]
-            drafted.append(self.target_ids[int(logits.argmax())])
+            found.append(self.linear("lm_head", output[-1]))  # [D]
             state = torch.cat([state, feedback[-1:]])
-            following = [*following, drafted[-1]]
-        return drafted
+            following = [*following, self.target_ids[int(found[-1].argmax())]]
+        return found
 
 
 def read_target(model: nn.Module, tokens: list[int], layers: list[int]) -> tuple[list[int], list[Tensor]]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.evalsets import Questions, read_sets
-from drafters import checkpoint
+from drafters import imported
 from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
 from drafters.registry import entry
@@ -54,7 +54,7 @@ class Evaluation:
         self.target = Target(on_one_process(recipe.target), layers)
         require_chat_template(self.target)
         self.plan, self.reason = plan_of(self.section, recipe.drafter.kind), ""
-        self.opened = checkpoint.open_drafter(recipe.drafter, self.target, self.folder)
+        self.opened = imported.open_drafter(recipe.drafter, self.target, self.folder)
         self.drafter = self.opened.drafter
         if self.target.grouped:
             use_skinny_linear(self.drafter)

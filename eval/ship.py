@@ -5,7 +5,6 @@ trainer decodes held-out prompts from the written files, and must reproduce toke
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,11 @@ from typing import Any
 from data.chat import prompt_ids
 from data.prompts import evaluation_prompts
 from data.reader import open_manifest
-from drafters import checkpoint
-from drafters.export.write import export_native
+from drafters import checkpoint, imported
+from drafters.export.check import read_config
+from drafters.export.engines import ENGINES, serving
+from drafters.export.layouts import LAYOUTS, Served
+from drafters.export.write import CONFIG, ORIGIN, WEIGHT_FILE, check_folder, export_layout, same_drafter
 from drafters.placement import on_one_process
 from drafters.registry import require_training
 from drafters.target import Target
@@ -27,7 +29,6 @@ from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, sha256_json, write_json
 from recipes.schema import Recipe
 
-WRITERS: dict[str, Callable[[Path, Path, str, list[int], dict[str, Any]], Path]] = {"native": export_native}
 CHECK = "check.json"
 
 
@@ -59,49 +60,96 @@ def rounded(counts: Acceptance) -> list[float]:
     return [round(x, 3) for x in counts.per_position]
 
 
-def export(recipe: Recipe, folder: Path, layout: str, target: Target, layers: list[int]) -> Path:
-    """Writes and proves one layout; does nothing where the same checkpoint was exported and proven before."""
-    if layout not in WRITERS:
-        raise ConfigError(f"export.formats: {layout!r}: unknown; known layouts: {', '.join(WRITERS)}")
+def check_engines(recipe: Recipe, layout: str, keys: dict[str, Any], target_layers: int) -> dict[str, list[str]]:
+    """Each engine's reasons not to serve the drafter in this layout, empty for those that do.
+
+    RunError where an engine of export.engines would serve another drafter in every layout that is written (case 47).
+    """
+    reasons = serving(layout, keys, target_layers)
+    for engine in recipe.export.engines:
+        others = [name for name in recipe.export.formats if name in ENGINES[engine].layouts]
+        if reasons[engine] and layout in (others or [layout]):
+            raise RunError(f"export.engines: {engine}: {'; '.join(reasons[engine])}; take it out of export.engines, or "
+                           "train without it")
+    return reasons
+
+
+def served(recipe: Recipe, target: Target, layers: list[int]) -> Served:
+    """What the layouts state of this target."""
+    return Served(layers, target.fingerprint(), target.embedding.cpu(), list(target.model.config.architectures or []),
+                  recipe.eval.draft_length)
+
+
+def export(recipe: Recipe, folder: Path, layout: str, target: Target, layers: list[int], again: bool = False) -> Path:
+    """Writes and proves one layout; does nothing where the same checkpoint was exported and proven before, which
+    `again` proves once more."""
     require_training(recipe.drafter.kind)
-    source = checkpoint.chosen(recipe.drafter.path, folder)
+    source = imported.chosen(recipe.drafter, folder, target)
     weights = source / checkpoint.WEIGHTS
     if not weights.is_file():
         raise ConfigError(f"{weights}: no such checkpoint")
     out, proof = folder / "export" / layout, folder / "export" / f"{layout}-{CHECK}"
-    key = sha256_json([sha256_file(weights), asdict(recipe.export), recipe.eval.prompts, recipe.eval.draft_length])
-    if (out / "model.safetensors").is_file() and proven(proof, key, sha256_file(out / "model.safetensors")):
+    settings = asdict(recipe.export) | {"formats": [], "draft_length": recipe.eval.draft_length}
+    key = sha256_json([sha256_file(weights), settings, recipe.eval.prompts, target.fingerprint()])
+    if proven(proof, key, digests(out)) and not again:
         print(f"exported before: {out}")
         return out
-    WRITERS[layout](source, out, recipe.export.dtype, layers, target.fingerprint())
+    if not again:
+        export_layout(layout, source, out, recipe.export.dtype, served(recipe, target, layers))
+    check_folder(out, layout)
+    same_drafter(out, LAYOUTS[layout], checkpoint.read_meta(source), checkpoint.read_tensors(source),
+                 recipe.export.dtype, served(recipe, target, layers))
+    if read_config(out / ORIGIN)["checkpoint_sha256"] != sha256_file(weights):
+        raise RunError(f"{out}: was exported from another checkpoint than {source}; run `make export` without --check")
+    keys, meta = LAYOUTS[layout].flat(read_config(out / CONFIG)), checkpoint.read_meta(source)
+    engines = check_engines(recipe, layout, keys, meta["shape"]["target_layers"])
     result = compare(recipe, target, source, out) if recipe.export.check else {}
-    write_json(proof, {"key": key, "sha256": sha256_file(out / "model.safetensors"), **result})
-    print(f"exported: {out}")
+    write_json(proof, {"key": key, "files": digests(out), "engines": engines, **result})
+    print(f"{'checked' if again else 'exported'}: {out}")
+    for engine, reasons in engines.items():
+        print(f"  {ENGINES[engine].title}: {'serves it' if not reasons else 'does not: ' + '; '.join(reasons)}")
     if result:
         print(f"independent reader: mean acceptance length {result['mean_length']['reader']:.3f}, our loop "
               f"{result['mean_length']['loop']:.3f}, same text on {result['same_text']} of {result['prompts']} prompts")
     return out
 
 
-def proven(proof: Path, key: str, sha256: str) -> bool:
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of an export; empty where there is none."""
+    return {path.name: sha256_file(path) for path in sorted(folder.iterdir())} if folder.is_dir() else {}
+
+
+def exports_here(recipe: Recipe, folder: Path) -> dict[str, Path]:
+    """The folders of export.formats that were written."""
+    found = {layout: folder / "export" / layout for layout in recipe.export.formats}
+    return {layout: out for layout, out in found.items() if (out / WEIGHT_FILE).is_file()}
+
+
+def proven(proof: Path, key: str | None, files: dict[str, str]) -> bool:
+    """Whether exactly these files were checked, with the settings of `key` (None: whichever)."""
     try:
         stored = json.loads(proof.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return stored.get("key") == key and stored.get("sha256") == sha256
+    return WEIGHT_FILE in files and key in (None, stored.get("key")) and stored.get("files") == files
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:
+    unknown = [layout for layout in recipe.export.formats if layout not in LAYOUTS]
+    if unknown or not recipe.export.formats:
+        raise ConfigError(f"export.formats = {recipe.export.formats}: known layouts: {', '.join(LAYOUTS)}")
     folder = run_dir(recipe)
     target = Target(on_one_process(recipe.target), recipe.trace.layers)
+    imported.chosen(recipe.drafter, folder, target)  # taps the target where the drafter says it is to be tapped
     layers = target.layers
     if not recipe.drafter.path:
         layers = open_manifest(recipe.trace, folder)["layers"]
     for layout in recipe.export.formats:
-        export(recipe, folder, layout, target, layers)
+        export(recipe, folder, layout, target, layers, again="check" in switches)
 
 
-COMMAND = Command("make export", "Writes a trained drafter in the layouts that engines load.", main)
+COMMAND = Command("make export", "Writes a trained drafter in the layouts that engines load.", main,
+                  {"check": "write nothing: check what was exported before once more"})
 
 if __name__ == "__main__":
     process(COMMAND)

@@ -154,7 +154,8 @@ class Trace:
 class Drafter:
     kind: str = opt("eagle3", "a name from drafters/registry.py")
     options: dict[str, Any] = opt({}, "the drafter's own options, validated by its dataclass")
-    path: str = opt("", "evaluate or export this checkpoint folder; empty is the best of the run")
+    path: str = opt("", "evaluate or export this drafter: a checkpoint or run folder, or a folder or Hub id in the "
+                        "native or speculators layout; empty is the best of the run (docs/export.md)")
     init_from: str = opt("", "train: start from this drafter: a folder or Hub id in the native or speculators layout, "
                              "a checkpoint folder, or a run's folder, whose best it is; empty starts a fresh one "
                              "(docs/training.md)")
@@ -265,9 +266,12 @@ class Eval:
 
 @dataclass
 class Export:
-    formats: list[str] = opt(["native"], "layouts to write (drafters/export)")
+    formats: list[str] = opt(["native"], "layouts to write, of native and speculators (docs/export.md)")
+    engines: list[Literal["vllm", "sglang", "tensorrt-llm"]] = opt(
+        ["vllm"], "engines that must serve the drafter as it was trained: each refuses what it would serve otherwise")
     dtype: Literal["float32", "bfloat16", "float16"] = opt("float32", "precision of the exported tensors")
-    check: bool = opt(True, "reload with the independent reader and compare acceptance before shipping")
+    check: bool = opt(True, "reload with the independent reader and compare acceptance before shipping; keys, shapes "
+                            "and values are checked in any case")
     check_prompts: PositiveInt = opt(4, "held-out prompts of that check")
     check_tokens: PositiveInt = opt(32, "longest answer of that check, in tokens")
     tolerance: float = opt(0.02, "largest difference of an acceptance per position")

@@ -4,8 +4,9 @@ import pytest
 import torch
 from tiny_drafter import D, H, V, make_meta, make_state, write_native
 
-from drafters.export.check import TENSORS, check_native, violations
+from drafters.export.check import check_native, violations
 from drafters.export.native import native_config, native_tensors
+from drafters.export.tensor_check import TENSORS
 from recipes.errors import RunError
 
 

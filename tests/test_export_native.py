@@ -1,6 +1,7 @@
 """The native EAGLE-3 export: mappings, layer ids, rotary settings, and the atomic writer."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ from tiny_drafter import (
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.export import write
 from drafters.export.check import check_native
+from drafters.export.layouts import LAYOUTS
 from drafters.export.native import (
     canonical_rope,
     engine_layer_ids,
@@ -69,8 +70,11 @@ def test_round_trip_is_bit_equal(tmp_path, options):
     assert config["num_hidden_layers"] == options.get("num_layers", 1)
     text = (out / "SERVE.md").read_text()
     assert "vllm serve org/target" in text and '"method": "eagle3"' in text
-    assert ("EAGLE3" in text) is (not options), "only the plain form is offered to SGLang and TensorRT-LLM"
-    assert ("more than one layer (`layers.1.*`), which SGLang" in text) is ("num_layers" in options)
+    portable = not {"norm_before_residual", "num_layers"} & options.keys()
+    assert ("--speculative-algorithm EAGLE3" in text) is portable is ("trtllm-serve" in text)
+    assert (out / "tensorrt-llm.yaml").exists() is portable
+    assert ("two layers serve another drafter" in text) is ("num_layers" in options)
+    assert ("pull request 14988" in text) is ("tap_norms" in options or "feedback" in options) & portable
 
 
 def test_config_is_the_documented_one():
@@ -164,16 +168,16 @@ def test_another_target_is_refused(tmp_path, checkpoint, key):
 
 def test_tensors_of_other_origin_are_refused(tmp_path, checkpoint, monkeypatch):
     """Case 03: what the export adds or changes on its way is found by comparing bytes; nothing is left."""
-    def fresh_embedding(state, meta, dtype):
+    def fresh_embedding(state, meta, dtype, served):
         return {**native_tensors(state, meta, dtype), "embed_tokens.weight": torch.randn(V, H)}
 
-    def replaced(state, meta, dtype):
+    def replaced(state, meta, dtype, served):
         tensors = native_tensors(state, meta, dtype)
         return {**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1e-6}
 
     for broken, named in ((fresh_embedding, "embed_tokens.weight is in only one"),
                           (replaced, "lm_head.weight differs")):
-        monkeypatch.setattr(write, "native_tensors", broken)
+        monkeypatch.setitem(LAYOUTS, "native", replace(LAYOUTS["native"], tensors=broken))
         with pytest.raises(RunError, match=named):
             export_native(checkpoint, tmp_path / "out", "float32", LAYERS, FINGERPRINT)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]

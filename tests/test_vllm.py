@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import chat_tokenizer, conversations, llama, load_target
+from safetensors.torch import load_file, save_file
+from tiny import call, chat_tokenizer, conversations, llama, load_target
+from tiny_run import tiny_run
 
 from data.backends.base import Losses
 from data.backends.server import ServerBackend
@@ -17,6 +19,8 @@ from data.compare import NOISE, compare
 from data.generate import Generator, Request
 from data.sampling import Sampling
 from data.states import open_states
+from eval import doctor, serve_check, ship
+from eval import run as eval_run
 from recipes.schema import Generation, Server, Trace
 
 pytestmark = pytest.mark.vllm
@@ -113,3 +117,26 @@ def test_vllm_hands_out_the_targets_own_states(folder, tmp_path, monkeypatch, la
         assert got.ids.equal(own.ids)
         assert compare(got, own, torch.float32, NOISE[torch.float32])[1] == ""
     assert [p.name for p in tmp_path.iterdir()] == ["vllm.log"]
+
+
+def test_vllm_serves_the_export(tmp_path, monkeypatch, capsys):
+    """Cases 12, 13, 59: the exported drafter in both layouts, in process and over HTTP: vLLM's own greedy ids, the
+    report's acceptance to the count, and no stage that departs; a drafter with another head is noticed."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made = tiny_run(tmp_path)
+    formats = ["--export.formats", "[native, speculators]"]
+    assert call(ship.COMMAND, made.recipe, *formats) == 0 == call(eval_run.COMMAND, made.recipe)
+    assert call(serve_check.COMMAND, made.recipe, *formats, "--python", str(PYTHON)) == 0, capsys.readouterr().err
+    found = json.loads((made.run / "serve" / "report.json").read_text())
+    assert found["greedy_equal"] and len(found["checks"]) == 4
+    for row in found["checks"]:
+        assert row["per_position"] == found["per_position_report"] and 0 < row["per_position"][2] < 1
+    assert call(doctor.COMMAND, made.recipe, *formats, "--python", str(PYTHON)) == 0
+    capsys.readouterr()
+    path = made.run / "export" / "native" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}, path)
+    proof = made.run / "export" / "native-check.json"
+    proof.write_text(json.dumps(json.loads(proof.read_text()) | {"files": ship.digests(path.parent)}))
+    assert call(serve_check.COMMAND, made.recipe, "--python", str(PYTHON), "--http", "false") == 1
+    assert "the engine accepts [0.0, 0.0, 0.0] by position" in capsys.readouterr().err

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from drafters.export.check import ROPE_NEEDS, expected_tensors, is_size, sizes
+from drafters.export.check import ROPE_NEEDS
 from drafters.export.native import VARIANTS, canonical_rope, engine_layer_ids
+from drafters.export.tensor_check import expected_tensors, is_size, sizes
 from drafters.layers import MOST_LAYERS
 from recipes.errors import ConfigError
 
@@ -24,6 +25,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 # Field of drafters.layers.Shape that a decoder config has under the same name.
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
          "draft_vocab_size", "rms_norm_eps", "max_position_embeddings")
+MOST_TOKENS = 1 << 24  # of a vocabulary: what a config says of it is allocated before any tensor bears it out
 # What wrappers put in front of the names, and what does not belong to the drafter: frequencies follow from the
 # config, the verifier's head and norm are the target's own.
 PREFIXES = ("module.", "draft_model.", "model.")
@@ -169,6 +171,8 @@ def shape_of(decoder: dict[str, Any], outer: dict[str, Any], places: dict[str, s
     wrong = next((key for key in values if key != "rms_norm_eps" and not is_size(values[key])), None)
     if wrong:
         raise ConfigError(f"{places[wrong]} = {values[wrong]!r}: must be a whole number above 0")
+    if values["vocab_size"] > MOST_TOKENS:
+        raise ConfigError(f"{places['vocab_size']} = {values['vocab_size']}: at most {MOST_TOKENS}")
     eps = values["rms_norm_eps"]
     if not isinstance(eps, float) or not 0 < eps < 1:
         raise ConfigError(f"{places['rms_norm_eps']} = {eps!r}: must be a number between 0 and 1")

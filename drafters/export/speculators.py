@@ -12,6 +12,7 @@ from drafters.export.foreign import IDS, PLAIN, SHAPE, Imported, assemble, check
 from drafters.export.native import (
     DTYPES,
     VARIANTS,
+    canonical_rope,
     check_meta,
     engine_layer_ids,
     layers_of,
@@ -37,7 +38,8 @@ def speculators_config(meta: dict[str, Any], dtype: str, architectures: list[str
     decoder = {"model_type": "llama", "num_hidden_layers": layers_of(meta), "attention_bias": False, "mlp_bias": False,
                "tie_word_embeddings": False, "hidden_act": shape["hidden_act"]}
     decoder |= {key: shape[key] for key in SHAPE if key != "draft_vocab_size"}
-    decoder |= legacy_rope(shape["rope_parameters"]) | {"rope_parameters": shape["rope_parameters"]}
+    rope = canonical_rope(shape)
+    decoder |= legacy_rope(rope) | {"rope_parameters": rope}
     flags = {flag: meta["options"][option] == on for flag, (option, on, _) in VARIANTS.items()}
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafted, "verifier_accept_k": 1,
                 "accept_tolerance": 0.0}

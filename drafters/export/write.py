@@ -1,7 +1,7 @@
-"""Writes a trained EAGLE-3 checkpoint as a native folder: everything is checked before it gets its name."""
+"""Writes a trained EAGLE-3 checkpoint in a layout of engines: everything is checked before it gets its name."""
 
-import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,71 +10,57 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from drafters.checkpoint import read_meta, read_tensors
-from drafters.export.check import check_native
-from drafters.export.native import DTYPES, VARIANTS, check_meta, native_config, native_tensors
+from drafters import vocab
+from drafters.checkpoint import META, WEIGHTS, read_meta, read_tensors
+from drafters.export.check import read_config
+from drafters.export.foreign import STRUCTURE
+from drafters.export.layouts import LAYOUTS, Layout, Served
+from drafters.export.native import DTYPES, VARIANTS, canonical_rope, check_meta, layers_of
+from drafters.export.serving import FILES, HERE, Deployment, serving_files, target_reference
+from drafters.export.tensor_check import is_size
 from recipes.errors import ConfigError, RunError
-from recipes.files import sync_folder, write_bytes, write_json, write_text
+from recipes.files import sha256_file, sync_folder, write_bytes, write_json, write_text
 
-SERVE = """# Serving this drafter
-
-Target: `{target}`. It was trained on exactly this model: another one, or a fine-tuned one, lowers acceptance.
-PATH is this folder. {drafted} tokens are drafted a cycle; another number needs no new export.
-
-## vLLM
-
-    vllm serve {target} --speculative-config '{vllm}'
-{others}"""
-OTHERS = """
-## SGLang
-
-    python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
-      --speculative-draft-model-path PATH --speculative-num-steps {drafted} --speculative-eagle-topk 1 \\
-      --speculative-num-draft-tokens {verified}
-
-## TensorRT-LLM
-
-`trtllm-serve {target} --extra_llm_api_options drafter.yaml`, with drafter.yaml:
-
-    speculative_config:
-      decoding_type: Eagle
-      max_draft_len: {drafted}
-      speculative_model_dir: PATH
-"""
-ONLY_VLLM = """
-## Other engines
-
-Not with this drafter: it uses {flags}, which SGLang and TensorRT-LLM do not read. They would refuse it,
-or load it without a message and accept far fewer tokens.
-"""
+WEIGHT_FILE, CONFIG, ORIGIN = "model.safetensors", "config.json", "provenance.json"
+FORMAT = "drafthouse.export/1"
+EXPORTED = (WEIGHT_FILE, CONFIG, ORIGIN, *FILES)
 
 
 def export_native(checkpoint: Path, out: Path, dtype: str, expected_layers: list[int],
                   target_fingerprint: dict[str, Any]) -> Path:
-    """Writes `out` with model.safetensors, config.json and SERVE.md; an earlier export there is replaced.
+    """The native layout, which needs nothing of the target's weights; see export_layout."""
+    return export_layout("native", checkpoint, out, dtype, Served(expected_layers, target_fingerprint))
 
-    checkpoint: folder with drafter.safetensors and drafter.json. dtype: precision of the exported tensors.
-    expected_layers, target_fingerprint: those of the traces and of the target to be served.
+
+def export_layout(name: str, checkpoint: Path, out: Path, dtype: str, served: Served) -> Path:
+    """Writes `out` with weights, config, provenance and serving files; an earlier export there is replaced.
+
+    name: of LAYOUTS. checkpoint: folder with drafter.safetensors and drafter.json. dtype: precision of the exported
+    tensors. served: of the traces and of the target to be served.
     The folder is complete, checked and fsynced before it is renamed to `out`; on failure `out` is untouched.
     Returns `out`. Raises ConfigError where an input cannot be used, RunError where the checkpoint belongs to
     other layers or another target (cases 04, 36) or a check of the written files fails (case 03).
     """
-    meta = read_meta(checkpoint)
+    layout, meta = LAYOUTS[name], read_meta(checkpoint)
     check_meta(meta)
     state = read_tensors(checkpoint)
-    same_origin(checkpoint, meta, expected_layers, target_fingerprint)
-    config = native_config(meta, dtype)
+    same_origin(checkpoint, meta, served.layers, served.fingerprint)
+    config = layout.config(meta, dtype, served)
     partial, earlier = (out.with_name(f".{out.name}.{suffix}") for suffix in ("partial", "earlier"))
     out.parent.mkdir(parents=True, exist_ok=True)
     recover(out, partial, earlier)
     partial.mkdir()
     try:
-        tensors = native_tensors(state, meta, dtype)
-        write_bytes(partial / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-        write_json(partial / "config.json", config)
-        write_text(partial / "SERVE.md", serve_text(meta, config))
-        check_native(partial)
-        same_bytes(partial / "model.safetensors", state, dtype)
+        tensors = layout.tensors(state, meta, dtype, served)
+        write_bytes(partial / WEIGHT_FILE, save(tensors, metadata={"format": "pt"}))
+        write_json(partial / CONFIG, config)
+        write_json(partial / ORIGIN, provenance(name, meta, dtype, sha256_file(checkpoint / WEIGHTS)))
+        deployment = Deployment(target_reference(meta["target"]["model"]), HERE, name, layout.flat(config),
+                                meta["shape"]["target_layers"], served.drafted)
+        for file, text in serving_files(deployment).items():
+            write_text(partial / file, text)
+        check_folder(partial, name)
+        same_drafter(partial, layout, meta, state, dtype, served)
         if out.exists():
             os.replace(out, earlier)
         os.replace(partial, out)
@@ -83,6 +69,45 @@ def export_native(checkpoint: Path, out: Path, dtype: str, expected_layers: list
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(earlier, ignore_errors=True)
     return out
+
+
+def provenance(layout: str, meta: dict[str, Any], dtype: str, weights: str) -> dict[str, Any]:
+    """provenance.json: what the drafter is, for which target, and of which checkpoint."""
+    return {"format": FORMAT, "layout": layout, "kind": meta["kind"], "options": dict(meta["options"]),
+            "layers": list(meta["layers"]), "target_layers": meta["shape"]["target_layers"],
+            "target": dict(meta["target"]), "dtype": dtype, "checkpoint_sha256": weights}
+
+
+def check_folder(folder: Path, layout: str) -> None:
+    """RunError that names every violation of an exported folder: config keys, tensor names, shapes, precisions,
+    values, and what provenance.json says otherwise."""
+    found = [*LAYOUTS[layout].violations(folder), *origin_violations(folder, layout)]
+    if found:
+        listed = "\n".join(f"  - {each}" for each in found)
+        raise RunError(f"{folder}: not a servable {layout} EAGLE-3 export; mend and export again:\n{listed}")
+
+
+def origin_violations(folder: Path, layout: str) -> list[str]:
+    """Where config.json and provenance.json describe unlike drafters: a lost flag or moved tap touches no tensor."""
+    try:
+        config, origin = read_config(folder / CONFIG), read_config(folder / ORIGIN)
+    except ConfigError as error:
+        return [str(error)]
+    keys = LAYOUTS[layout].flat(config)
+    pairs = {"format": (origin.get("format"), FORMAT), "layout": (origin.get("layout"), layout),
+             "layers": (origin.get("layers"), keys.get("eagle_aux_hidden_state_layer_ids")),
+             "dtype": (origin.get("dtype"), keys.get("torch_dtype"))}
+    options, target = (origin[key] if isinstance(origin.get(key), dict) else {} for key in ("options", "target"))
+    pairs["options.num_layers"] = options.get("num_layers", 1), keys.get("num_hidden_layers")
+    for flag, (option, on, _) in VARIANTS.items():
+        pairs[f"options.{option}"] = options.get(option) == on, bool(keys.get(flag))
+    formed = {"kind": origin.get("kind") == "eagle3", "options": bool(options),
+              "target": bool(target.get("model")) and bool(target.get("fingerprint")),
+              "target_layers": is_size(origin.get("target_layers")),
+              "checkpoint_sha256": bool(re.fullmatch("[0-9a-f]{64}", str(origin.get("checkpoint_sha256"))))}
+    return [f"{ORIGIN}: {key} = {origin.get(key)!r}: missing or not of its form" for key, ok in formed.items()
+            if not ok] + [f"{ORIGIN}: {key} = {said!r}, but the export has {found!r}"
+                          for key, (said, found) in pairs.items() if said != found]
 
 
 def recover(out: Path, partial: Path, earlier: Path) -> None:
@@ -96,7 +121,7 @@ def recover(out: Path, partial: Path, earlier: Path) -> None:
         os.replace(earlier, out)
     if earlier.exists():
         shutil.rmtree(earlier)
-    is_export = all((out / name).is_file() for name in ("model.safetensors", "config.json", "SERVE.md"))
+    is_export = all((out / name).is_file() for name in (WEIGHT_FILE, CONFIG, "SERVE.md"))
     if out.exists() and not is_export:
         raise ConfigError(f"{out}: exists and is no earlier export; move it away or choose another folder")
 
@@ -104,7 +129,7 @@ def recover(out: Path, partial: Path, earlier: Path) -> None:
 def same_origin(checkpoint: Path, meta: dict[str, Any], layers: list[int],
                 fingerprint: dict[str, Any]) -> None:
     """Raises RunError naming what differs between the checkpoint and the traces or the target."""
-    where = checkpoint / "drafter.json"
+    where = checkpoint / META
     if meta["layers"] != list(layers):
         raise RunError(f"{where}: layers = {meta['layers']}, but the traces hold {list(layers)}; export the "
                        f"checkpoint that was trained on these traces, or train again")
@@ -120,30 +145,30 @@ def same_origin(checkpoint: Path, meta: dict[str, Any], layers: list[int],
                        f"that the drafter was trained on, or train again")
 
 
-def same_bytes(path: Path, state: dict[str, Tensor], dtype: str) -> None:
-    """Raises RunError naming tensors of the written file that are not the trained ones, bit for bit."""
-    written = load_file(path)
-    wrong = [f"{name} is in only one of the two" for name in sorted(written.keys() ^ state.keys())]
-    for name in sorted(written.keys() & state.keys()):
-        trained = state[name].to(DTYPES[dtype]) if state[name].is_floating_point() else state[name]
+def same_drafter(folder: Path, layout: Layout, meta: dict[str, Any], state: dict[str, Tensor], dtype: str,
+                 served: Served) -> None:
+    """Reads the written folder back by the layout's inverse. Raises RunError naming tensors that are not the trained
+    ones or the target's own, bit for bit (case 03), and settings that came back as others."""
+    found = layout.back(read_config(folder / CONFIG), load_file(folder / WEIGHT_FILE))
+    written = found.tensors | dict(zip(("d2t", "t2d"), vocab.maps(found.ids, meta["shape"]["vocab_size"])))
+    expected = dict(state)
+    if layout.carries_embedding:
+        expected["embed_tokens.weight"] = served.embedding
+    if found.embedding is not None:
+        written["embed_tokens.weight"] = found.embedding
+    wrong = [f"{name} is in only one of the two" for name in sorted(written.keys() ^ expected.keys())]
+    for name in sorted(written.keys() & expected.keys()):
+        trained = expected[name].cpu()
+        trained = trained.to(DTYPES[dtype]) if trained.is_floating_point() else trained
         # Bytes, not values: -0.0 and 0.0 are equal as numbers.
         bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (written[name], trained)]
         if written[name].dtype != trained.dtype or not torch.equal(*bits):
             wrong.append(f"{name} differs")
+    options = meta["options"] | {"num_layers": layers_of(meta)}
+    said = {"layers": (found.layers, meta["layers"])}
+    said |= {key: (found.options.get(key), options[key]) for key in STRUCTURE[2:]}
+    shape = meta["shape"] | {"rope_parameters": canonical_rope(meta["shape"])}
+    said |= {key: (found.shape[key], value) for key, value in shape.items() if key != "target_layers"}
+    wrong += [f"{key} reads back as {back!r}, trained as {own!r}" for key, (back, own) in said.items() if back != own]
     if wrong:
-        raise RunError(f"{path.name}: not the trained tensors: {'; '.join(wrong)}; export again")
-
-
-def serve_text(meta: dict[str, Any], config: dict[str, Any], drafted: int = 3) -> str:
-    """SERVE.md: the commands of formats.md section 1 for the engines that can serve this drafter."""
-    target = meta["target"]["model"]
-    flags = [f"`{flag}`" for flag in VARIANTS if config.get(flag)]
-    if config["num_hidden_layers"] > 1:
-        flags.append("more than one layer (`layers.1.*`)")
-    if flags:
-        others = ONLY_VLLM.format(flags=", ".join(flags))
-    else:
-        others = OTHERS.format(target=target, drafted=drafted, verified=drafted + 1)
-    vllm = json.dumps({"method": "eagle3", "model": "PATH", "num_speculative_tokens": drafted,
-                       "draft_tensor_parallel_size": 1})
-    return SERVE.format(target=target, drafted=drafted, vllm=vllm, others=others)
+        raise RunError(f"{WEIGHT_FILE}: not the trained tensors: {'; '.join(wrong)}; export again")

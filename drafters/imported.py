@@ -1,0 +1,87 @@
+"""A published drafter as a checkpoint of a run (`drafter.path`), so that every stage treats it as one of its own.
+
+Only safetensors and JSON are read; nothing that the folder says names a program, another file or a host.
+"""
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafters import checkpoint, vocab
+from drafters.export.foreign import Imported
+from drafters.initial import check_fit, drafter_of, resolve
+from drafters.registry import entry, options_of
+from drafters.source import find, read
+from drafters.target import Target, default_layers
+from recipes.errors import ConfigError
+from recipes.files import sha256_file, sha256_json, sync_folder
+from recipes.schema import Drafter as Section
+
+FIELD = "drafter.path"
+
+
+@dataclass
+class Opened:
+    """A drafter ready to draft; its checkpoint folder where it was trained, and a digest of what decides its drafts."""
+
+    drafter: Any
+    folder: Path | None
+    digest: str
+
+
+def open_drafter(section: Section, target: Target, run: Path) -> Opened:
+    """The drafter of a recipe: the checkpoint that `chosen` finds, or one that needs no training. ConfigError where
+    there is none."""
+    if entry(section.kind).trained:
+        folder = chosen(section, run, target)
+        return Opened(checkpoint.load(folder, target), folder, sha256_file(folder / checkpoint.WEIGHTS))
+    if section.path:
+        raise ConfigError(f"drafter.path = {section.path}: a drafter of kind {section.kind} has no checkpoint; leave "
+                          "it empty")
+    drafter = entry(section.kind).code.build(options_of(section.kind, section.options), target, {}, 0)
+    return Opened(drafter.to(target.device).eval(), None, sha256_json(drafter.meta()))
+
+
+def chosen(section: Section, run: Path, target: Target) -> Path:
+    """The checkpoint that `drafter.path` names, or the best of the run's own where it is empty.
+
+    A folder or Hub id in a layout of engines is converted once, under run/imported, and the target tapped at its
+    layers. Raises ConfigError naming file, key and value where it does not fit the target, or was made for another.
+    """
+    if not section.path or (Path(section.path) / checkpoint.META).is_file():
+        return checkpoint.chosen(section.path, run)
+    folder = find(section.path, FIELD)
+    if (folder / checkpoint.META).is_file():
+        return folder
+    found, digest = read(folder, FIELD)
+    if found.kind != section.kind:
+        raise ConfigError(f"{folder}: a drafter of kind {found.kind}, but drafter.kind = {section.kind}")
+    target.tap(found.layers or default_layers(target.depth))
+    layers = check_fit(found, target, str(folder))
+    fingerprint = target.fingerprint()
+    if found.target.get("fingerprint"):
+        checkpoint.check_target({"target": found.target}, fingerprint, str(folder))
+    stated = {key: value for key, value in section.options.items() if key in found.unsaid}
+    options = resolve(found, stated, target, "keep", str(folder))
+    out = run / "imported" / sha256_json([digest, fingerprint, options])[:16]
+    if not (out / checkpoint.META).is_file():
+        convert(found, options, layers, target, out, {"model": target.section.model, "fingerprint": fingerprint})
+    return out
+
+
+def convert(found: Imported, options: dict[str, Any], layers: list[int], target: Target, out: Path,
+            origin: dict[str, Any]) -> None:
+    """Writes the imported drafter as a checkpoint, whole."""
+    drafter = drafter_of(found, found.ids.sort().values, layers, options_of(found.kind, options), target, longer=False)
+    vocab.check(drafter.d2t, drafter.t2d)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        checkpoint.save(temporary, drafter.tensors(), {**drafter.meta(), "target": origin})
+        os.replace(temporary, out)
+        sync_folder(out.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,262 @@
+"""`make publish REPO=org/name`: uploads a checked export with a model card, provenance and the evaluation's numbers.
+
+Run as `python -m eval.publish --config RECIPE --repo org/name`. runs/<name>/publish/<name of the repository>/ is
+exactly what is uploaded; `--dry-run` ends there.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from huggingface_hub import constants, get_token
+
+from data.prompts import BUILTIN, evaluation_prompts
+from data.reader import open_manifest
+from drafters.export.check import read_config
+from drafters.export.engines import ENGINES
+from drafters.export.layouts import LAYOUTS
+from drafters.export.serving import Deployment, serving_files
+from drafters.export.write import CONFIG, ORIGIN, WEIGHT_FILE, check_folder
+from drafters.target import unloaded_fingerprint
+from eval.card import CardFacts, check_report, model_card
+from eval.licences import data_terms, notices, problems, target_terms
+from eval.ship import CHECK, digests, proven
+from eval.upload import Uploader, check_endpoint
+from eval.verdict import SAMPLING_ALPHA
+from recipes.cli import Command, process, run_dir
+from recipes.errors import ConfigError, RunError
+from recipes.files import replacing, sha256_json, write_json, write_text
+from recipes.schema import Recipe, opt
+
+REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+SECRETS = re.compile(r"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY")
+# Fields of a recipe that name places of this machine, and what a reader needs of them.
+LOCAL = {("runs_dir",): "", ("target", "cache_dir"): "", ("trace", "url"): "", ("trace", "cache_dir"): "",
+         ("trace", "engine_python"): "", ("generation", "log"): "", ("drafter", "path"): "", ("eval", "prompts"): None,
+         ("generation", "server"): {}, ("drafter", "init_from"): None}
+
+
+@dataclass
+class Options:
+    """What `make publish` is told besides the recipe."""
+
+    repo: str = opt("", "org/name on the Hub; make takes it as REPO=org/name")
+    format: Literal["native", "speculators"] = opt("native", "the export that is published")
+    licence: str = opt("", "licence of the drafter; empty is the target's")
+    base_model: str = opt("", "Hub model that a target in a local folder is, or was made from")
+    target_licence: str = opt("", "licence of a target that does not state it, e.g. apache-2.0")
+    data_licence: str = opt("", "licence of training prompts that do not state it; private: your own, not published")
+    endpoint: str = opt(constants._HF_DEFAULT_ENDPOINT, "the Hub, or a server that speaks its API")
+    transfer: Literal["auto", "lfs"] = opt("auto", "lfs: Git LFS although Xet is installed, for servers without Xet")
+
+
+def gate(report: dict[str, Any], despite_verdict: bool) -> list[str]:
+    """Why these measurements forbid publishing, a sentence each."""
+    total, verdict = report["total"], report["verdict"]
+    greedy, sampling = total["lossless"]["greedy"], total["lossless"]["sampling"]
+    found = []
+    if greedy["mismatches"] or greedy["near_ties"] > 0.01 * max(greedy["prompts"], 100):
+        found.append(f"report.json: {greedy['mismatches']} of {greedy['prompts']} greedy answers differ from plain "
+                     f"decoding ({greedy['near_ties']} near-ties)")
+    if not greedy["prompts"]:
+        found.append("report.json: no greedy answer was compared with plain decoding")
+    if sampling["tests"] and sampling["p_value"] < SAMPLING_ALPHA:
+        found.append("report.json: sampled tokens do not follow the target's distribution (p = "
+                     f"{sampling['p_value']:.2g})")
+    if verdict["decision"] == "do not deploy" and not despite_verdict:
+        found.append(f"report.json: verdict: do not deploy ({'; '.join(verdict['reasons'])}); --despite-verdict "
+                     "publishes it with this verdict on its card")
+    return found
+
+
+class Publication:
+    """One export of a run, and everything that has to agree before it leaves this machine."""
+
+    def __init__(self, recipe: Recipe, options: Options, switches: set[str], token: str | None) -> None:
+        if not REPO.fullmatch(options.repo) or ".." in options.repo or "--" in options.repo:
+            raise ConfigError(f"REPO={options.repo!r}: must be org/name of letters, digits, dots, dashes, underscores")
+        check_endpoint(options.endpoint)
+        self.recipe, self.options, self.switches = recipe, options, switches
+        self.run = run_dir(recipe)
+        self.source = self.run / "export" / options.format
+        self.terms = target_terms(recipe.target.model, options.base_model, options.target_licence, options.endpoint,
+                                  token)
+        self.data = data_terms(recipe.prompts, self.terms, options.data_licence)
+        self.licence = options.licence or self.terms.licence
+        self.report = self.read_report()
+
+    def read_report(self) -> dict[str, Any]:
+        path = self.run / "eval" / "report.json"
+        try:
+            report = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise ConfigError(f"{path}: no evaluation here; run `make eval` first") from None
+        check_report(report)
+        return report
+
+    def check(self) -> None:
+        """RunError with every reason not to publish: check, gate, fingerprints, terms (cases 12, 36, 47, 50)."""
+        found = [*self.check_export(), *gate(self.report, "despite-verdict" in self.switches), *self.check_identity()]
+        found += [p for p in problems(self.options.repo, self.licence, self.terms, self.data)
+                  if not ("terms-read" in self.switches and "--terms-read" in p)]
+        if found:
+            raise RunError("not published:\n" + "\n".join(f"  - {each}" for each in found))
+
+    def check_export(self) -> list[str]:
+        proof = self.run / "export" / f"{self.options.format}-{CHECK}"
+        if not proven(proof, None, digests(self.source)):
+            return [f"{self.source}: not what `make export` checked last; run it again, with {self.options.format} in "
+                    "export.formats"]
+        stored, found = json.loads(proof.read_text(encoding="utf-8")), []
+        if "reader" not in stored:
+            found.append(f"{proof}: was made with export.check false: no second reader has decoded with these files")
+        for engine in self.recipe.export.engines:
+            if self.options.format in ENGINES[engine].layouts:
+                found += stored["engines"][engine]
+        try:
+            check_folder(self.source, self.options.format)
+        except RunError as error:
+            found.append(str(error))
+        return found
+
+    def check_identity(self) -> list[str]:
+        """Export, evaluation, traces and the target as it is now must be of one target and one checkpoint."""
+        origin, served = read_config(self.source / ORIGIN), unloaded_fingerprint(self.recipe.target)
+        known = {"the export": origin["target"].get("fingerprint"),
+                 "the evaluation": self.report["target"]["fingerprint"]}
+        if not self.recipe.drafter.path:
+            known["the traces"] = open_manifest(self.recipe.trace, self.run)["target"]
+        found = []
+        for what, fingerprint in known.items():
+            differ = [key for key in served if (fingerprint or {}).get(key) != served[key]]
+            if differ:
+                found.append(f"target fingerprint: {what} was made with another target ({', '.join(differ)})")
+        _, prompts = evaluation_prompts(self.recipe.eval.prompts, self.recipe.eval.limit)
+        key = sha256_json([origin["checkpoint_sha256"], asdict(self.recipe.eval), prompts, served])
+        if not found and self.report["settings"].get("key") != key:
+            found.append("eval/report.json: is not of this checkpoint, these prompts and settings; run `make eval`")
+        return found
+
+    def stage(self) -> Path:
+        """The exact folder that is uploaded."""
+        name = self.options.repo.rpartition("/")[2]
+        out = self.run / "publish" / name
+        partial = out.with_name(f".{name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            self.fill(partial)
+            check_folder(partial, self.options.format)
+            self.check_words(partial)
+            shutil.rmtree(out, ignore_errors=True)
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return out
+
+    def fill(self, folder: Path) -> None:
+        layout = LAYOUTS[self.options.format]
+        config, origin = read_config(self.source / CONFIG), read_config(self.source / ORIGIN)
+        with replacing(folder / WEIGHT_FILE) as f, open(self.source / WEIGHT_FILE, "rb") as weights:
+            shutil.copyfileobj(weights, f)
+        named = self.terms.base_model
+        origin["target"]["model"] = named
+        if "drafthouse" in config:
+            config["drafthouse"]["target"]["model"] = named
+        if "speculators_config" in config:
+            config["speculators_config"]["verifier"]["name_or_path"] = named
+        write_json(folder / CONFIG, config)
+        report = self.public_report()
+        write_json(folder / ORIGIN, origin | {
+            "target_origin": self.terms.origin, "licence": self.licence, "stack": report["stack"],
+            "report_sha256": sha256_json(report)})
+        deployment = Deployment(named, self.options.repo, self.options.format, layout.flat(config),
+                                origin["target_layers"], self.report["settings"]["draft_length"])
+        files = serving_files(deployment)
+        for file, text in files.items():
+            write_text(folder / file, text)
+        write_json(folder / "evaluation.json", report)
+        recipe = yaml.safe_dump(self.public_recipe(), sort_keys=False, allow_unicode=True)
+        write_text(folder / "recipe.yaml", recipe)
+        shown = "with-prompts" in self.switches
+        if shown:
+            path = BUILTIN if self.recipe.eval.prompts == "builtin" else Path(self.recipe.eval.prompts)
+            write_text(folder / "evaluation_prompts.jsonl", path.read_text(encoding="utf-8"))
+        facts = CardFacts(self.options.repo, self.licence, self.terms, self.data, notices(self.terms, self.data),
+                          self.options.format, shown, files["SERVE.md"], recipe)
+        write_text(folder / "README.md", model_card(facts, report))
+
+    def public_report(self) -> dict[str, Any]:
+        """report.json without names of this machine."""
+        report = json.loads(json.dumps(self.report))
+        report["target"]["model"] = self.terms.base_model
+        if report["settings"]["prompts"] != "builtin":
+            report["settings"]["prompts"] = Path(report["settings"]["prompts"]).name
+        return report
+
+    def public_recipe(self) -> dict[str, Any]:
+        """The resolved recipe without names of this machine, and without texts unless they were asked for."""
+        values = asdict(self.recipe)
+        for (*parents, leaf), value in LOCAL.items():
+            node = values
+            for part in parents:
+                node = node[part]
+            node[leaf] = Path(str(node[leaf])).name if value is None else value
+        values["target"]["model"] = self.terms.base_model
+        for source in values["prompts"]["sources"]:
+            source["path"], source["cache_dir"] = Path(source["path"]).name, ""
+            source["name"] = Path(source["name"]).name if Path(source["name"]).is_absolute() else source["name"]
+            if "with-prompts" not in self.switches:
+                source["starts"] = []
+        for section in ("generation", "trace"):
+            values[section]["engine"] = sorted(values[section]["engine"])  # which were set; values may be paths
+        values["plan"]["custom"] = sorted(values["plan"]["custom"])
+        return values
+
+    def check_words(self, folder: Path) -> None:
+        """RunError where a file would carry a secret or a folder of this machine."""
+        places = {str(Path.home()), str(Path.cwd()), str(self.run.resolve())} - {"/"}
+        token = get_token()
+        for path in sorted(folder.iterdir()):
+            if path.name == WEIGHT_FILE:
+                continue
+            text = path.read_text(encoding="utf-8")
+            if SECRETS.search(text) or (token and token in text):
+                raise RunError(f"not published: {path.name} holds what looks like a key or token; take it out of the "
+                               "recipe or the prompts")
+            place = next((place for place in places if place in text), None)
+            if place:
+                raise RunError(f"not published: {path.name} holds the name of a folder of this machine, {place}")
+
+
+def main(recipe: Recipe, switches: set[str], options: Options) -> None:
+    token = get_token()
+    publication = Publication(recipe, options, switches, token)
+    publication.check()
+    folder = publication.stage()
+    for path in sorted(folder.iterdir()):
+        print(f"{path} ({path.stat().st_size:,} bytes)")
+    if "dry-run" in switches:
+        print("dry run: nothing was uploaded")
+        return
+    if not token:
+        raise ConfigError("no Hub token: set HF_TOKEN or run `hf auth login`")
+    content = sha256_json(digests(folder))
+    uploader = Uploader(options.repo, token, options.endpoint, options.transfer == "lfs")
+    address = uploader.upload(folder, "public" not in switches, f"Publish {recipe.name} ({content[:12]})")
+    print(f"published{'' if 'public' in switches else ' (private)'}: {address}")
+
+
+ABOUT = "Uploads a checked export with its model card; private unless told otherwise."
+COMMAND = Command("make publish", ABOUT, main, {
+    "dry-run": "write runs/<name>/publish/ and upload nothing", "public": "a public repository",
+    "with-prompts": "upload the texts of the evaluation prompts and of prompts.sources[].starts too",
+    "despite-verdict": "publish although the evaluation says: do not deploy", "terms-read": "you have read a target "
+    "licence that this project does not know, and it allows this"}, Options)
+
+if __name__ == "__main__":
+    process(COMMAND)

@@ -1,0 +1,180 @@
+"""`make serve-check`: a real vLLM serves the exported drafter, and its acceptance is the report's.
+
+Run as `python -m eval.serve_check --config RECIPE`. Every layout of export.formats is served in a process and over
+HTTP, on the prompts of eval/report.json. Writes runs/<name>/serve/report.json (docs/serve-check.md).
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.chat import prompt_ids
+from data.prompts import Prompt, evaluation_prompts
+from drafters.export.check import read_config
+from drafters.export.layouts import LAYOUTS
+from drafters.export.write import ORIGIN
+from drafters.placement import on_one_process
+from drafters.target import Target
+from eval.engine_run import Answers, Job, offline, over_http
+from eval.ship import CHECK, digests, proven
+from recipes.cli import Command, process, run_dir
+from recipes.errors import ConfigError, RunError
+from recipes.files import sha256_file, sha256_json, write_json
+from recipes.schema import Recipe, opt
+
+SCHEMA = "drafthouse.serve/1"
+TOLERANCE = 0.02  # of an acceptance per position
+
+
+@dataclass
+class Options:
+    """What `make serve-check` is told besides the recipe."""
+
+    python: str = opt(".venv-vllm/bin/python", "the interpreter that has vLLM; make builds this one for a CPU")
+    http: bool = opt(True, "serve over HTTP too")
+    engine: dict[str, Any] = opt({"enforce_eager": True}, "arguments of vllm.LLM, e.g. {gpu_memory_utilization: 0.5}")
+
+
+@dataclass
+class Expected:
+    """What the evaluation found, and on which prompts."""
+
+    per_position: list[float]
+    drafted: int
+    max_tokens: int
+    prompts: list[Prompt]
+    ids: list[list[int]]
+    sha256: str
+
+
+def expected(recipe: Recipe, folder: Path, target: Target) -> Expected:
+    """The report's numbers with its prompts' ids, which are made again and must be the same (cases 45, 53).
+
+    Raises ConfigError where there is no report, RunError where it is of another target or other prompts.
+    """
+    path = folder / "eval" / "report.json"
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        total, settings = report["total"], report["settings"]
+        prompts, _ = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
+        ids = [prompt_ids(target.tokenizer, p.messages, p.tools) for p in prompts]
+        if report["target"]["fingerprint"] != target.fingerprint():
+            raise RunError(f"{path}: was made with another target; run `make eval`")
+        if settings["prompt_ids_sha256"] != sha256_json(ids):
+            raise RunError(f"{path}: eval.prompts, eval.limit or the chat template give other ids than were evaluated; "
+                           "run `make eval`")
+        return Expected(total["acceptance"]["per_position"], settings["draft_length"], settings["max_tokens"], prompts,
+                        ids, sha256_file(path))
+    except (OSError, ValueError):
+        raise ConfigError(f"{path}: no evaluation here; run `make eval` first") from None
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: {error!r} missing; run `make eval` again") from None
+
+
+def exports(recipe: Recipe, folder: Path) -> dict[str, Path]:
+    """The proven exports of the recipe's formats. ConfigError where one is missing or changed."""
+    found = {}
+    for layout in recipe.export.formats:
+        if layout not in LAYOUTS:
+            raise ConfigError(f"export.formats: {layout!r}: known layouts: {', '.join(LAYOUTS)}")
+        out = folder / "export" / layout
+        if not proven(folder / "export" / f"{layout}-{CHECK}", None, digests(out)):
+            raise ConfigError(f"{out}: not what `make export` checked last; run it first")
+        found[layout] = out
+    return found
+
+
+def first_difference(ids: list[str], ours: list[list[int]], theirs: list[list[int]]) -> dict[str, Any] | None:
+    """The first prompt whose answers differ, and the token's place."""
+    for name, a, b in zip(ids, ours, theirs, strict=True):
+        if a != b:
+            at = next((i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b)))
+            return {"prompt": name, "token": at, "without": a[at : at + 1], "with": b[at : at + 1]}
+    return None
+
+
+def judge(name: str, plain: Answers, found: Answers, wanted: Expected) -> dict[str, Any]:
+    """One engine run against the engine without a drafter and the report. `problems`: why it fails, a sentence each."""
+    differs = first_difference([p.id for p in wanted.prompts], plain.tokens, found.tokens)
+    problems = []
+    if differs:
+        same = sum(a == b for a, b in zip(plain.tokens, found.tokens))
+        problems.append(f"{name}: greedy ids differ on {len(plain.tokens) - same} of {len(plain.tokens)} prompts, "
+                        f"first on {differs['prompt']} at token {differs['token']}")
+    rates, K = found.per_position, wanted.drafted
+    if not found.drafts or len(rates) != K:
+        problems.append(f"{name}: the engine counted {found.drafts} drafts of {len(rates)} positions, not of {K}")
+        worst = None
+    else:
+        worst = max(abs(a - b) for a, b in zip(rates, wanted.per_position))
+        if worst > TOLERANCE:
+            problems.append(f"{name}: the engine accepts {rounded(rates)} by position, the report says "
+                            f"{rounded(wanted.per_position)}: {worst:.3f} apart, {TOLERANCE} are allowed; make doctor "
+                            "names the stage")
+    return {"name": name, "greedy_equal": differs is None, "first_difference": differs, "drafts": found.drafts,
+            "per_position": rates, "largest_difference": worst, "seconds": found.seconds, "problems": problems}
+
+
+def rounded(rates: list[float]) -> list[float]:
+    return [round(rate, 3) for rate in rates]
+
+
+def check(recipe: Recipe, options: Options, folder: Path, say=print) -> dict[str, Any]:
+    """The report of runs/<name>/serve/report.json. Raises RunError where an engine does not run at all."""
+    python = shutil.which(options.python)
+    if not python:
+        raise ConfigError(f"--python {options.python}: no such program; `make serve-check` builds .venv-vllm")
+    target = Target(on_one_process(recipe.target), None)
+    wanted, found = expected(recipe, folder, target), exports(recipe, folder)
+    place = folder / "serve"
+    place.mkdir(exist_ok=True)
+    threads = recipe.target.threads or 2
+    longest = max(map(len, wanted.ids)) + wanted.max_tokens + wanted.drafted + 1
+    engine_arguments = {"max_model_len": min(target.max_length, max(512, longest)), **options.engine}
+
+    def job(drafter: Path | None) -> Job:
+        return Job(target.path, None if drafter is None else str(drafter.resolve()), wanted.drafted, wanted.ids,
+                   wanted.max_tokens, target.end_ids, recipe.target.dtype, engine_arguments)
+
+    say(f"vLLM without a drafter, {len(wanted.ids)} prompts")
+    plain = offline(python, job(None), threads, place / "plain.log")
+    rows, engine = [], plain.engine
+    for layout, out in found.items():
+        ways = {"offline": offline, "http": over_http} if options.http else {"offline": offline}
+        for way, run in ways.items():
+            name = f"{layout}, {way}"
+            answers = run(python, job(out), threads, place / f"{layout}-{way}.log")
+            rows.append({"layout": layout, "way": way, "dtype": read_config(out / ORIGIN)["dtype"]}
+                        | judge(name, plain, answers, wanted))
+            say(f"{name}: {'same ids' if rows[-1]['greedy_equal'] else 'OTHER IDS'}, {answers.drafts} drafts, "
+                f"acceptance {rounded(answers.per_position)}; the report {rounded(wanted.per_position)}")
+    return {
+        "schema": SCHEMA, "passed": not any(row["problems"] for row in rows),
+        "greedy_equal": all(row["greedy_equal"] for row in rows),
+        "per_position_report": wanted.per_position, "per_position_engine": rows[0]["per_position"],
+        "tolerance": TOLERANCE, "engine": engine | {"dtype": recipe.target.dtype, "arguments": engine_arguments},
+        "report_sha256": wanted.sha256, "prompt_ids": [p.id for p in wanted.prompts],
+        "prompt_ids_sha256": sha256_json(wanted.ids), "draft_length": wanted.drafted, "max_tokens": wanted.max_tokens,
+        "exports": {layout: digests(out) for layout, out in found.items()}, "plain_seconds": plain.seconds,
+        "checks": rows}
+
+
+def main(recipe: Recipe, switches: set[str], options: Options) -> None:
+    folder = run_dir(recipe)
+    report = check(recipe, options, folder)
+    path = folder / "serve" / "report.json"
+    write_json(path, report)
+    print(f"report: {path}")
+    if not report["passed"]:
+        raise RunError("; ".join(problem for row in report["checks"] for problem in row["problems"]))
+    print(f"vLLM {report['engine']['version']} serves the drafter: same greedy ids, acceptance within {TOLERANCE} of "
+          "the report's at every position")
+
+
+COMMAND = Command("make serve-check", "Serves the exported drafter with a real vLLM and compares ids and acceptance.",
+                  main, options=Options)
+
+if __name__ == "__main__":
+    process(COMMAND)

@@ -1,0 +1,48 @@
+"""The server of the fake engine: /health, /v1/completions with token ids, /metrics, /version."""
+
+import argparse
+import json
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from vllm import __version__, load
+
+parser = argparse.ArgumentParser()
+for flag in ("model", "served-model-name", "dtype", "host", "port", "speculative-config", "max-model-len"):
+    parser.add_argument(f"--{flag}", required=True)
+parser.add_argument("--enforce-eager", action="store_true", required=True)
+options = parser.parse_args()
+try:
+    found, fault = load(options.model, json.loads(options.speculative_config)["model"])
+except ValueError as error:
+    sys.exit(f"ValueError: {error}")
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            lines = [f'vllm:spec_decode_num_drafts_total{{engine="0",model_name="target"}} {float(found["drafts"])}']
+            lines += [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{i}"}} {float(n)}'
+                      for i, n in enumerate(found["accepted"])]
+            self.send("\n".join(["# HELP vllm:spec_decode_num_drafts_total x", *lines, "vllm:other 3.0"]))
+        else:
+            self.send(json.dumps({"version": __version__}))
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["temperature"] == 0.0 and asked["return_token_ids"] is True
+        ids = found["answers"][str(asked["prompt"])][: asked["max_tokens"]]
+        self.send(json.dumps({"choices": [{} if fault.get("no_ids") else {"token_ids": ids}]}))
+
+    def send(self, text: str) -> None:
+        content = text.encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+ThreadingHTTPServer((options.host, int(options.port)), Handler).serve_forever()
