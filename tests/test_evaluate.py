@@ -5,9 +5,13 @@ import json
 import pytest
 from evaluated import LOG, TURNS, evaluate, world
 from test_report import SCHEMA, violations
-from tiny import chat_tokenizer
+from tiny import chat_tokenizer, load_target
+from tiny_drafter import LAYERS
 
 from data.chat import prompt_ids
+from data.evalsets import Question, Questions
+from eval.rows import Asking
+from recipes.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +106,27 @@ def test_cycle_adds_up(made):
     assert cycle["cycles"] > 5
 
 
-def test_untemplated_prompts_decide_nothing(made):
-    """Case 53: token ids that do not end as the template does are measured, and no release comes of them."""
-    recipe, _ = made
-    raw = recipe.parent / "raw.jsonl"
-    raw.write_text("".join(json.dumps({"id": f"i{n}", "prompt_ids": [5, 6, 7 + n]}) + "\n" for n in range(3)))
-    code, report = evaluate(recipe, "--eval.sets", json.dumps([{"path": str(raw)}]))
-    assert code == 0 and report["sets"]["raw"]["untemplated"] == 3
-    verdict = report["verdict"]
-    assert verdict["decision"] == "do not deploy" and "3 prompts are token ids" in verdict["reasons"][0]
+def asking(recipe, questions: list[Question], strict: bool = False, room: int = 60) -> Asking:
+    target = load_target(recipe.parent / "model", "float32", LAYERS)
+    return Asking(target, [Questions("raw", "raw.jsonl", "", questions)], room, strict)
+
+
+def test_untemplated_prompts_are_known(made):
+    """Case 53: token ids count as a chat request only where they end as the template does before an answer."""
+    chat = prompt_ids(chat_tokenizer(), [{"role": "user", "content": "hello you"}])
+    rows = asking(made[0], [Question("a", [[]], ids=[5, 6, 7]), Question("b", [[]], ids=chat)]).first()
+    assert [row.templated for row in rows] == [False, True] and rows[1].ids == chat
+
+
+def test_what_the_target_cannot_take_is_counted_or_refused(made):
+    """Ids outside the vocabulary and prompts beyond the context: dropped by reason, or an error where strict; a set of
+    which nothing is left is an error (case 66: nothing vanishes unseen)."""
+    questions = [Question("big", [[]], ids=[5, 64]), Question("long", [[]], ids=[5] * 61),
+                 Question("fine", [[{"role": "user", "content": "hi"}]])]
+    loose = asking(made[0], questions)
+    assert [row.question.id for row in loose.first()] == ["fine"]
+    assert loose.dropped["raw"] == {"ids outside the vocabulary": 1, "prompt beyond the context": 1}
+    with pytest.raises(ConfigError, match="evaluation prompt long: 61 tokens, the target's context leaves 60"):
+        asking(made[0], questions[1:], strict=True).first()
+    with pytest.raises(ConfigError, match="evaluation set raw: no question is left"):
+        asking(made[0], questions[:2]).first()
