@@ -8,19 +8,22 @@ import hashlib
 import importlib
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
 
 from data.chat import Message
 from data.hub import copy_of
 from data.prompts import BUILTIN_SHA256, Prompt, evaluation_prompts
 from data.rows import files_of, local_rows
 from data.sources import Loaded, check_bad, take
-from recipes.errors import ConfigError
-from recipes.files import sha256_file, sha256_json
+from recipes.errors import ConfigError, RunError
+from recipes.files import replacing, sha256_file, sha256_json
 from recipes.schema import Eval, EvalSet, PromptSource
 
 SOURCE_FIELDS = ("path", "config", "split", "revision", "streaming", "cache_dir", "rows", "text_field", "id_field",
@@ -72,10 +75,10 @@ def check_names(sections: list[EvalSet]) -> None:
 
 
 def read_sets(section: Eval, folder: Path, max_bad_share: float) -> list[Questions]:
-    """All sets of the recipe; `folder` keeps copies of Hub data sets.
+    """All sets of the recipe; `folder` keeps copies of what is not on this machine.
 
     Raises ConfigError for a set that cannot be read, holds no prompts, has too large a share of rows that are none, or
-    in which an id names two questions; RunError where the Hub cannot be reached or the built-in file was changed.
+    in which an id names two questions; RunError where a server cannot be reached or the built-in file was changed.
     """
     if not section.sets:
         prompts, checksum = evaluation_prompts(section.prompts, section.limit)
@@ -124,6 +127,8 @@ def from_rows(number: int, section: EvalSet, folder: Path, max_bad_share: float)
     files = source
     if section.kind == "hub":
         files = PromptSource(kind="jsonl", path=str(copy_of(source, where, folder)))
+    elif is_address(section.path):
+        files = replace(source, path=str(fetched(section.path, where, folder)))
     loaded = Loaded(number, source, "eval.sets")
     questions = []
     for row in islice(local_rows(files, where), section.rows or None):
@@ -144,6 +149,33 @@ def from_rows(number: int, section: EvalSet, folder: Path, max_bad_share: float)
         raise ConfigError(f"{loaded.label}: holds no prompts ({dict(loaded.dropped)} dropped)")
     check_bad(loaded, Counter(), max_bad_share)
     return Questions("", section.dataset or section.path, checksum_of(section, where, files), questions, loaded.dropped)
+
+
+def is_address(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
+
+
+def fetched(url: str, where: str, folder: Path) -> Path:
+    """The file behind an address, copied once into `folder`. Raises ConfigError for an address with credentials,
+    RunError where it cannot be fetched; nothing is left behind then."""
+    parts = urlsplit(url)
+    if parts.password or parts.query:
+        raise ConfigError(f"{where}.path: holds a password or a query, which the run's copy of the recipe would keep; "
+                          "download the file and name it")
+    path = folder / f"url-{sha256_json(url)[:16]}{Path(parts.path).suffix}"
+    if path.is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with httpx.stream("GET", url, follow_redirects=True, timeout=60) as response:
+            response.raise_for_status()
+            with replacing(path) as f:
+                for part in response.iter_bytes():
+                    f.write(part)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise RunError(f"{where}.path = {url}: cannot be fetched: {str(error).splitlines()[0]}; check the address, or "
+                       "name a local file") from None
+    return path
 
 
 def source_of(section: EvalSet) -> PromptSource:
@@ -197,13 +229,13 @@ def as_seconds(value: Any) -> float | None:
 
 
 def digests(section: Eval) -> dict[str, str]:
-    """Name and digest of every set, for what depends on them; of a Hub data set its settings' alone, so that nothing is
-    read from the network. Raises ConfigError for a file that is not there."""
+    """Name and digest of every set, for what depends on them; of what is not on this machine its settings' alone, so
+    that nothing is read from the network. Raises ConfigError for a file that is not there."""
     check_names(section.sets)
     found = {}
     for number, one in enumerate(section.sets):
         where = f"eval.sets[{number}]"
-        if one.kind in ("builtin", "humaneval", "hub"):
+        if one.kind in ("builtin", "humaneval", "hub") or is_address(one.path):
             found[name_of(one)] = sha256_json(asdict(one))
             continue
         try:

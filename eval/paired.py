@@ -32,7 +32,7 @@ METRICS = (
     Metric("mean_length", "Mean acceptance length", "tokens per draft", lambda a, d, *_: 1 + a / d),
     Metric("speedup", "Speedup at batch 1", "ratio",
            lambda a, d, k, p, tt, ts, bt, bs: (tt / ts) / (bt / bs), timed=True),
-    Metric("ms_per_token", "Time per token with the drafter", "ms",
+    Metric("ms_per_token", "Time per token", "ms",
            lambda a, d, k, p, tt, ts, *_: 1000 * ts / tt, timed=True, higher=False),
 )
 

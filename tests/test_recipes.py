@@ -9,13 +9,16 @@ import pytest
 import yaml
 
 from drafters.registry import REGISTRY, options_of
+from eval.gate import Options
 from recipes.cli import Command, help_text
 from recipes.errors import ConfigError
+from recipes.gates import Bound, Gates
 from recipes.loader import dump_recipe, flags, load_recipe
-from recipes.schema import PromptSource, Recipe
+from recipes.schema import EvalSet, PromptSource, Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = [p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if p.parent.name != "accelerate"]
+SHIPPED = [p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if p.parent.name != "accelerate"
+           and p.name != "gates.yaml"]
 SNAPSHOT = Path(__file__).with_name("cli_options.txt")
 
 
@@ -26,9 +29,10 @@ def write(folder: Path, text: str) -> Path:
 
 
 def command_line() -> list[str]:
-    """Every option name: recipe fields, a prompt source's fields, each drafter's options."""
+    """Every option name: recipe fields, those of a prompt source and an evaluation set, each drafter's options."""
     names = [f"--{name}" for name, _, _ in flags(Recipe)]
     names += [f"--prompts.sources[].{f.name}" for f in dataclasses.fields(PromptSource)]
+    names += [f"--eval.sets[].{f.name}" for f in dataclasses.fields(EvalSet)]
     for kind, known in REGISTRY.items():
         names += [f"--drafter.options.{f.name} ({kind})" for f in dataclasses.fields(known.code.Options)]
     return names
@@ -139,7 +143,8 @@ def test_every_field_has_help_and_is_listed():
     assert "--quick  faster" in text and "143 stopped by SIGTERM" in text
     for known in REGISTRY.values():
         assert all(f.metadata["help"] for f in dataclasses.fields(known.code.Options))
-    assert all(f.metadata["help"] for f in dataclasses.fields(PromptSource))
+    for item in (PromptSource, EvalSet, Gates, Bound, Options):
+        assert all(f.metadata["help"] for f in dataclasses.fields(item))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
