@@ -1,4 +1,6 @@
-"""The model of a speculative cycle and of its money against numbers by hand; calibration; the public points."""
+"""The model of a speculative cycle and of its money against numbers by hand; calibration; the public points.
+
+tests/roi holds the files of the ROI planner's specification: public points with their sources, sizes, gates, claims."""
 
 import json
 from dataclasses import replace
