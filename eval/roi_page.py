@@ -7,7 +7,7 @@ import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from eval.plots import BLUE, GREEN, GREY, INK, ORANGE, STYLE, inline_svg, sized_figure
 from eval.report import fixed, percent
@@ -53,10 +53,8 @@ def _plain_log(axes: Axes, axis: str) -> None:
     """A logarithmic axis with plain numbers."""
     getattr(axes, f"set_{axis}scale")("log")
     own = getattr(axes, f"{axis}axis")
-    formatter = ScalarFormatter()
-    formatter.set_scientific(False)
     own.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    own.set_major_formatter(formatter)
+    own.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1000:g}k" if x >= 1000 else f"{x:g}"))
     own.set_minor_locator(NullLocator())
 
 
@@ -148,7 +146,7 @@ def plot_sensitivity(name: str, rows: list[dict[str, Any]], number: int) -> Mark
     axes.axvline(drawn(rows)[0]["base"], color=INK, linewidth=0.8)
     axes.set_yticks(range(len(drawn(rows))), [r["input"] for r in drawn(rows)])
     axes.invert_yaxis()
-    axes.set_xlabel("Saved, $ per million tokens (orange: the first change)")
+    axes.set_xlabel("Saved, $ per million")
     axes.grid(axis="x")
     said = ", ".join(f"{r['input']}: {r['low']:.3f} to {r['high']:.3f}" for r in drawn(rows))
     return inline_svg(figure, f"sensitivity{number}", f"Saving of {name}, $ per million tokens: {said}")

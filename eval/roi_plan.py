@@ -203,16 +203,19 @@ def winning(curve: list[dict[str, float]], key: str = "speedup") -> list[list[in
 
 
 def chosen(planner: Planner, methods: list[Method]) -> list[dict[str, Any]]:
-    """The best method at each batch, plain decoding included, as intervals of batches."""
+    """The best method at each batch, plain decoding included, as intervals of batches; `left_out`: methods that memory
+    or the largest measured step keep from such a batch, so that nothing is said of them there."""
     found: list[dict[str, Any]] = []
     for batch in planner.batches(PLAIN, 0):
         rows = [planner.point(m, batch, K) for m in [PLAIN, *methods] for K in m.lengths()
                 if batch in planner.batches(m, K)]
         top = max(rows, key=lambda p: p.tok_s)
-        if found and (found[-1]["method"], found[-1]["K"]) == (top.method, top.K):
+        left_out = sorted({m.name for m in methods} - {p.method for p in rows})
+        same = {"method": top.method, "K": top.K, "left_out": left_out}
+        if found and all(found[-1][key] == value for key, value in same.items()):
             found[-1]["to"] = batch
         else:
-            found.append({"from": batch, "to": batch, "method": top.method, "K": top.K, "tok_s": top.tok_s})
+            found.append({"from": batch, "to": batch, "tok_s": top.tok_s, **same})
     return found
 
 

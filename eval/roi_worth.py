@@ -102,9 +102,7 @@ def notes(planner: Planner, methods: list[Method], best: dict[str, Point]) -> li
     if s.price_kind == "spot":
         found.append(f"a spot price is held constant over {s.days:g} days")
     for name, point in best.items():
-        more = [b for b in BATCHES if b > point.batch]
-        if more and planner.memory(PLAIN, more[0]) <= s.memory_share * planner.memory_bytes and (
-                more[0] * (point.K + 1) > refuse.WIDEST * calibration.largest):
+        if at_limit(planner, point):
             shown = "no drafter" if name == PLAIN.name else name
             found.append(f"{shown}: batch {point.batch} is the largest within what was measured, so it may have a "
                          "better configuration; measure a larger step before choosing by it")
@@ -120,6 +118,13 @@ def notes(planner: Planner, methods: list[Method], best: dict[str, Point]) -> li
         found.append("step times were measured with synthetic acceptance, which is fine for them; acceptance was "
                      "measured apart")
     return found
+
+
+def at_limit(planner: Planner, point: Point) -> bool:
+    """Whether it is the measured range, and not memory, that keeps a larger batch out of the plan."""
+    more = next((b for b in BATCHES if b > point.batch), None)
+    return (more is not None and planner.memory(PLAIN, more) <= planner.section.memory_share * planner.memory_bytes
+            and more * (point.K + 1) > refuse.WIDEST * planner.calibration.largest)
 
 
 def spans(intervals: list[list[int]]) -> str:
@@ -150,6 +155,9 @@ def prose(planner: Planner, methods: list[Method], plan: dict[str, Any]) -> list
         said.append(f"At its best {slo} (batch {ours['batch']}, K {ours['K']}) a token costs {verb} GPU time than at "
                     f"the best plain configuration (batch {plain['batch']}); saved: {100 * share:.0f} %, 90 % interval "
                     f"{100 * low:.0f} to {100 * high:.0f} %.")
+        if any(note.startswith(f"{method.name}: batch ") for note in plan["notes"]):
+            said.append(f"For {method.name} that batch is the largest that the measured steps allow: before it is "
+                        "turned down, measure a larger one.")
         said += _demand(s, worth_of)
     return said
 

@@ -1,4 +1,6 @@
-"""The model of a speculative cycle and of its money against numbers by hand; calibration; the public points."""
+"""The model of a speculative cycle and of its money against numbers by hand; calibration; the public points.
+
+tests/roi holds the files of the ROI planner's specification: public points with their sources, sizes, gates, claims."""
 
 import json
 from dataclasses import replace
@@ -142,6 +144,14 @@ def test_unknown_models_are_named():
     assert named("hy3-295b-a21b", {"hy3-295b-a21b": {"note": "no sizes"}})["experts"] == 192
     with pytest.raises(ConfigError, match="tiny: has no heads"):
         short_shape({"L": 1, "d": 4, "kv_heads": 1}, "tiny")
+
+
+def test_table_of_targets_is_the_specifications():
+    """Every target of the specification has its sizes in the table, and parameters near those its name says."""
+    for name, sizes in json.loads((DATA / "models.json").read_text()).items():
+        assert "L" not in sizes or table()[name] == sizes
+    for name, billions in (("llama-3-70b", 70.6), ("qwen3-235b-a22b", 235), ("kimi-k2", 1026), ("hy3-295b-a21b", 295)):
+        assert short_shape(named(name), name).parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 TRUE = Constants(0.62, 0.4, 35.0, 10.0, 1800.0, 700.0, 25.0, 0.8, 1.0)

@@ -188,6 +188,12 @@ def test_choice_between_reports(world):
             assert not row["from"] <= batch <= row["to"] or name == row["method"]
     assert {p["K"] for p in plan["points"]["lookup"]} == {3}, "a lookup's acceptance is known at its own length only"
     assert plan["points"]["lookup"][0]["kept"] == 1.3
+    for row in plan["choice"]:
+        can = {name for name, points in plan["points"].items() if any(p["batch"] == row["from"] for p in points)}
+        assert set(row["left_out"]) == {"ours", "lookup"} - can
+    assert any("before it is turned down" in line for line in plan["prose"]) == any(
+        "is the largest within what was measured" in note and "no drafter" not in note for note in plan["notes"])
+    assert any(row["left_out"] for row in plan["choice"]), "plain decoding goes further than what drafters measured"
     assert all(min(r["gpus"].values()) == r["gpus"][r["best"]] for r in plan["loads"])
 
 
