@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from huggingface_hub import constants, get_token
+from huggingface_hub import get_token
 
 from data.prompts import BUILTIN, evaluation_prompts
 from data.reader import open_manifest
@@ -50,7 +50,7 @@ class Options:
     base_model: str = opt("", "Hub model that a target in a local folder is, or was made from")
     target_licence: str = opt("", "licence of a target that does not state it, e.g. apache-2.0")
     data_licence: str = opt("", "licence of training prompts that do not state it; private: your own, not published")
-    endpoint: str = opt(constants._HF_DEFAULT_ENDPOINT, "the Hub, or a server that speaks its API")
+    endpoint: str = opt("https://huggingface.co", "the Hub, or a server that speaks its API")
     transfer: Literal["auto", "lfs"] = opt("auto", "lfs: Git LFS although Xet is installed, for servers without Xet")
 
 
