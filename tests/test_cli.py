@@ -223,12 +223,6 @@ def test_make_demo_prints_its_stages():
     assert places == sorted(places)
 
 
-def test_stage_that_is_not_built_yet():
-    """`make doctor` says so and exits 2."""
-    done = subprocess.run(["make", "doctor"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "make doctor: this stage is not built yet" in done.stderr
-
-
 @dataclass
 class Listed:
     names: list[str] = opt([], "some names")
