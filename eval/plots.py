@@ -34,7 +34,7 @@ def draw(report: dict[str, Any], kinds: dict[str, Any], curve: list[dict[str, An
     entropy = total["rejections"]["entropy"]
     with matplotlib.rc_context(STYLE):
         return {
-            "positions": plot_positions(total["acceptance"]["per_position"], _height(kinds)),
+            "positions": plot_positions(total["acceptance"]["per_position"], min(_height(kinds), 3.4)),
             "sets": plot_sets(kinds, total),
             "speed": plot_speed(total["speed"]),
             "places": plot_places(total["acceptance"]),
@@ -86,18 +86,21 @@ def plot_positions(per_position: list[float], height: float) -> Markup:
 def plot_sets(sets: dict[str, Any], total: dict[str, Any]) -> Markup:
     """Mean acceptance length and 95 % interval for each prompt kind and for all, in tokens per draft."""
     rows = [*sets.items(), ("all", total)]
+    unknown = [1.0, len(total["acceptance"]["per_position"]) + 1.0]  # of a single conversation: no interval to draw
     figure, axes = sized_figure(_height(sets))
+    furthest = 1.0
     for y, (_, numbers) in enumerate(rows):
         colour = ORANGE if y == len(rows) - 1 else BLUE
-        acceptance = numbers["acceptance"]
-        axes.hlines(y, *acceptance["ci95"], color=colour, linewidth=2.2)
-        axes.plot(acceptance["mean_length"], y, "o", color=colour, markersize=6)
-        axes.annotate(f"{acceptance['mean_length']:.2f}", (acceptance["ci95"][1], y), (6, 0),
-                      textcoords="offset points", va="center", bbox=BEHIND_LABEL)
+        length, bounds = numbers["acceptance"]["mean_length"], numbers["acceptance"]["ci95"]
+        end = length if bounds == unknown else bounds[1]
+        furthest = max(furthest, end)
+        if bounds != unknown:
+            axes.hlines(y, *bounds, color=colour, linewidth=2.2)
+        axes.plot(length, y, "o", color=colour, markersize=6)
+        axes.annotate(f"{length:.2f}", (end, y), (6, 0), textcoords="offset points", va="center", bbox=BEHIND_LABEL)
     axes.axvline(total["acceptance"]["mean_length"], color=ORANGE, **DASHED)
-    furthest = max(numbers["acceptance"]["ci95"][1] for _, numbers in rows)
     axes.set(xlim=(1, furthest + 0.16 * (furthest - 1) + 0.05), ylim=(len(rows) - 0.5, -0.5),
-             xlabel="Mean acceptance length (tokens per draft; 1 is no gain)")
+             xlabel="Tokens per draft (1 is no gain)")
     axes.set_yticks(range(len(rows)), [_shortened(name) for name, _ in rows])
     axes.grid(axis="x")
     return inline_svg(figure, "sets", "Mean acceptance length by prompt kind, tokens per draft: " + ", ".join(
