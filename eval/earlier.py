@@ -1,11 +1,15 @@
 """Finished reports: read strictly, and what has to be equal before their figures may stand beside each other."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from data.evalsets import Questions
 from recipes.errors import ConfigError
+from recipes.files import sha256_json
 from recipes.provenance import differences
+from recipes.schema import Eval
 
 SCHEMA = "drafthouse.report/1"
 STACK = ("versions", "dtype", "device", "threads")
@@ -25,6 +29,20 @@ def read_report(path: Path) -> dict[str, Any]:
     if missing:
         raise ConfigError(f"{path}: {', '.join(missing)} missing: made by an earlier version; evaluate again")
     return report
+
+
+def sets_sha256(sets: list[Questions]) -> str:
+    """Checksum of the set's file; of several sets, of all their checksums."""
+    return sets[0].sha256 if len(sets) == 1 else sha256_json({one.name: one.sha256 for one in sets})
+
+
+def key_of(drafter: str, section: Eval, sets: list[Questions], fingerprint: dict[str, str]) -> str:
+    """Digest of all that decides the figures of an evaluation, times aside: what a finished one is recognised by.
+
+    drafter: digest of what decides its drafts, for a checkpoint that of its weights.
+    """
+    settings = {k: v for k, v in asdict(section).items() if k != "tracker"}
+    return sha256_json([drafter, settings, sets_sha256(sets), fingerprint])
 
 
 def origin(report: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import yaml
 from huggingface_hub import get_token
 
-from data.prompts import BUILTIN, evaluation_prompts
+from data.evalsets import read_sets
+from data.prompts import BUILTIN
 from data.reader import open_manifest
 from drafters.export.check import read_config
 from drafters.export.engines import ENGINES
@@ -23,6 +24,7 @@ from drafters.export.serving import Deployment, serving_files
 from drafters.export.write import CONFIG, ORIGIN, WEIGHT_FILE, check_folder
 from drafters.target import unloaded_fingerprint
 from eval.card import CardFacts, check_report, model_card
+from eval.earlier import key_of
 from eval.licences import data_terms, notices, problems, target_terms
 from eval.ship import CHECK, digests, proven
 from eval.upload import Uploader, check_endpoint
@@ -135,8 +137,8 @@ class Publication:
             differ = [key for key in served if (fingerprint or {}).get(key) != served[key]]
             if differ:
                 found.append(f"target fingerprint: {what} was made with another target ({', '.join(differ)})")
-        _, prompts = evaluation_prompts(self.recipe.eval.prompts, self.recipe.eval.limit)
-        key = sha256_json([origin["checkpoint_sha256"], asdict(self.recipe.eval), prompts, served])
+        sets = read_sets(self.recipe.eval, self.run / "eval" / "sets", self.recipe.prompts.max_bad_share)
+        key = key_of(origin["checkpoint_sha256"], self.recipe.eval, sets, served)
         if not found and self.report["settings"].get("key") != key:
             found.append("eval/report.json: is not of this checkpoint, these prompts and settings; run `make eval`")
         return found
@@ -184,6 +186,8 @@ class Publication:
         write_text(folder / "recipe.yaml", recipe)
         shown = "with-prompts" in self.switches
         if shown:
+            if self.recipe.eval.sets:
+                raise ConfigError("--with-prompts publishes the file of eval.prompts; leave it out with eval.sets")
             path = BUILTIN if self.recipe.eval.prompts == "builtin" else Path(self.recipe.eval.prompts)
             write_text(folder / "evaluation_prompts.jsonl", path.read_text(encoding="utf-8"))
         facts = CardFacts(self.options.repo, self.licence, self.terms, self.data, notices(self.terms, self.data),
@@ -196,6 +200,14 @@ class Publication:
         report["target"]["model"] = self.terms.base_model
         if report["settings"]["prompts"] != "builtin":
             report["settings"]["prompts"] = Path(report["settings"]["prompts"]).name
+        for one in report["sets"].values():
+            one["origin"] = Path(one["origin"]).name
+        if "with-prompts" not in self.switches:
+            for answer in report["prompts"]:
+                answer.pop("prompt", None)
+                answer.pop("answer", None)
+            for pair in report["total"]["rejections"]["frequent"]:
+                pair.pop("examples", None)
         return report
 
     def public_recipe(self) -> dict[str, Any]:
@@ -212,6 +224,8 @@ class Publication:
             source["name"] = Path(source["name"]).name if Path(source["name"]).is_absolute() else source["name"]
             if "with-prompts" not in self.switches:
                 source["starts"] = []
+        for one in values["eval"]["sets"]:
+            one["path"], one["cache_dir"] = Path(one["path"]).name, ""
         for section in ("generation", "trace"):
             values[section]["engine"] = sorted(values[section]["engine"])  # which were set; values may be paths
         values["plan"]["custom"] = sorted(values["plan"]["custom"])

@@ -24,7 +24,7 @@ from drafters.tree import chain
 from eval import breakdown, timing
 from eval.adapt import measured_choice
 from eval.decode import Decoder, Output
-from eval.earlier import read_report
+from eval.earlier import key_of, read_report, sets_sha256
 from eval.figures import arrivals, by_set, per_pass, spread, statistics
 from eval.gate import Gate, Options, broken
 from eval.gate import lines as gate_lines
@@ -75,16 +75,8 @@ class Evaluation:
         return getattr(self.drafter, "t2d", None)
 
     def key(self) -> str:
-        """Digest of all that decides the figures, times aside: what a finished evaluation is recognised by."""
-        section = {k: v for k, v in asdict(self.section).items() if k != "tracker"}
-        return sha256_json([self.opened.digest, section, self.prompts_sha256, self.target.fingerprint()])
-
-    @property
-    def prompts_sha256(self) -> str:
-        """Checksum of the set's file; of several sets, of all their checksums."""
-        if len(self.sets) == 1:
-            return self.sets[0].sha256
-        return sha256_json({one.name: one.sha256 for one in self.sets})
+        """See key_of."""
+        return key_of(self.opened.digest, self.section, self.sets, self.target.fingerprint())
 
     def finished(self) -> dict[str, Any] | None:
         """The report of the same evaluation, where it was made before."""
@@ -234,7 +226,7 @@ class Evaluation:
             "settings": {"draft_length": self.plan.depth, "plan": described(self.plan), "plan_reason": self.reason,
                          "temperature": 0.0, "max_tokens": section.max_tokens, "batch_size": section.batch_size,
                          "prompts": ", ".join(s.name for s in self.sets) if section.sets else section.prompts,
-                         "prompts_sha256": self.prompts_sha256, "prompt_ids_sha256": sha256_json(self.ids),
+                         "prompts_sha256": sets_sha256(self.sets), "prompt_ids_sha256": sha256_json(self.ids),
                          "seed": section.seed, "turns": dict(Counter(str(row.round + 1) for row in self.rows)),
                          "key": self.key()},
         }
