@@ -46,7 +46,7 @@ def test_a_message_a_line(script):
 @pytest.mark.parametrize("body, message", [
     ("sys.stderr.write('loading\\nImportError: no module named that\\n'); sys.exit(3)",
      "specforge: the process ended with status 3; last line of its stderr: ImportError: no module named that"),
-    ("print('Hello, I am a peer', flush=True); sys.stderr.write('a warning\\n')",
+    ("sys.stderr.write('a warning\\n'); print('Hello, I am a peer', flush=True)",
      "specforge: answered 'Hello, I am a peer', which is no JSON object; last line of its stderr: a warning"),
     ("print('[1, 2]', flush=True)", "specforge: answered '[1, 2]', which is no JSON object; it left nothing on stderr"),
     ("print(json.dumps({'name': 'x'}), flush=True)", "specforge: its answer lacks version: {'name': 'x'}"),
