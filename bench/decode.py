@@ -17,16 +17,16 @@ from bench.generate import same_answers
 from bench.material import Stock, evaluation_ids, open_target
 from bench.rows import Result, Row, own, ratio_rows
 from bench.turns import in_turns, timed
-from drafters import checkpoint
+from drafters import imported
 from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
 from drafters.layer_cut import cut
-from drafters.registry import entry, options_of
 from drafters.target import Target
 from drafters.tree import DynamicTree, Plan
 from eval.decode import Decoder, Output
 from eval.metrics import Acceptance
 from eval.run import per_pass
+from recipes.schema import Drafter as Section
 from recipes.schema import Recipe, opt
 
 WARM_TOKENS = 4
@@ -51,14 +51,9 @@ class Timed:
 def open_drafter(recipe: Recipe, target: Target) -> Drafter:
     """The checkpoint that drafter.path names, or a fresh drafter, which shows what drafting costs and nothing else."""
     section = recipe.drafter
-    if section.path:
-        drafter = checkpoint.load(Path(section.path), target)
-    else:
-        fresh = entry(section.kind).code.build(options_of(section.kind, section.options), target, {}, recipe.train.seed)
-        drafter = fresh.to(target.device, target.dtype).eval()
-    if target.grouped:
-        use_skinny_linear(drafter)
-    return drafter
+    run = Path(recipe.runs_dir) / recipe.name
+    return packed(imported.open_drafter(section, target, run).drafter if section.path
+                  else imported.fresh(section, target, recipe.train.seed), target)
 
 
 def engines(target: Target, stock: Stock, drafter: Drafter, K: int, max_tokens: int, options: Options,
@@ -86,7 +81,11 @@ def engines(target: Target, stock: Stock, drafter: Drafter, K: int, max_tokens: 
 
 
 def untrained(target: Target, kind: str, options: dict[str, Any]) -> Drafter:
-    drafter = entry(kind).code.build(options_of(kind, options), target, {}, 0)
+    return packed(imported.fresh(Section(kind=kind, options=options), target, 0), target)
+
+
+def packed(drafter: Drafter, target: Target) -> Drafter:
+    """The drafter with products like the target's."""
     if target.grouped:
         use_skinny_linear(drafter)
     return drafter

@@ -18,7 +18,7 @@ from bench.rows import Result, Row
 from data.codec import DTYPES, carrier, decode, encode
 from data.prompts import hold_out
 from data.store import TraceReader, TraceRow, row_bytes
-from drafters import checkpoint
+from drafters import checkpoint, imported
 from drafters.target import Target
 from eval.replay import replay
 from recipes.schema import Recipe, opt
@@ -77,7 +77,7 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
     rows = [reader[where[i]] for i in sorted(hold_out(list(where), options.rows, 0))]
     taps, final = torch.cat([r.taps for r in rows]), torch.cat([r.final for r in rows])
     best = run_folder / "checkpoints" / checkpoint.BEST
-    drafter = checkpoint.load(checkpoint.chosen(recipe.drafter.path, run_folder), target) if (
+    drafter = imported.open_drafter(recipe.drafter, target, run_folder).drafter if (
         recipe.drafter.path or best.is_file()) else None
     found = []
     for name, dtype in DTYPES.items():

@@ -45,6 +45,12 @@ def open_drafter(section: Section, target: Target, run: Path) -> Opened:
     return Opened(drafter.to(target.device).eval(), None, sha256_json(drafter.meta()))
 
 
+def fresh(section: Section, target: Target, seed: int) -> Any:
+    """An untrained drafter of the recipe's kind: it shows what drafting costs and nothing else."""
+    drafter = entry(section.kind).code.build(options_of(section.kind, section.options), target, {}, seed)
+    return drafter.to(target.device, target.dtype).eval()
+
+
 def chosen(section: Section, run: Path, target: Target) -> Path:
     """The checkpoint that `drafter.path` names, or the best of the run's own where it is empty.
 

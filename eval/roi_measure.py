@@ -16,11 +16,11 @@ import torch
 
 from data.chat import prompt_ids
 from data.prompts import evaluation_prompts
-from drafters import checkpoint
+from drafters import checkpoint, imported
 from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
-from drafters.registry import entry, options_of
+from drafters.registry import entry
 from drafters.target import Target
 from eval.decode import Decoder, Output, Rows
 from eval.plan import draft_size, read_config
@@ -101,13 +101,10 @@ def open_loop(recipe: Recipe) -> Loop:
     """The target and the drafter of drafter.path or of the run; a fresh one where nothing is trained yet."""
     target = Target(on_one_process(recipe.target), recipe.trace.layers)
     folder = Path(recipe.runs_dir) / recipe.name / "checkpoints"
-    if recipe.drafter.path or (folder / "best.json").exists():
-        path = checkpoint.chosen(recipe.drafter.path, folder.parent)
-        drafter, fresh = checkpoint.load(path, target), False
-    else:
-        section = recipe.drafter
-        built = entry(section.kind).code.build(options_of(section.kind, section.options), target, {}, recipe.train.seed)
-        drafter, fresh = built.to(target.device, target.dtype).eval(), True
+    section = recipe.drafter
+    fresh = entry(section.kind).trained and not section.path and not (folder / checkpoint.BEST).exists()
+    drafter = (imported.fresh(section, target, recipe.train.seed) if fresh
+               else imported.open_drafter(section, target, folder.parent).drafter)
     if target.grouped:
         use_skinny_linear(drafter)
     return Loop(target, drafter, fresh)

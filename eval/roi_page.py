@@ -1,16 +1,14 @@
 """The ROI plan as one self-contained HTML page, with the plots. It computes nothing: every number is the plan's."""
 
-from pathlib import Path
 from typing import Any
 
 import matplotlib
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from eval.plots import BLUE, GREEN, GREY, INK, ORANGE, STYLE, inline_svg, sized_figure
-from eval.report import fixed, percent
+from eval.report import page
 
 COLOURS = [BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9"]
 HEIGHT = 2.9
@@ -18,9 +16,6 @@ HEIGHT = 2.9
 
 def render(plan: dict[str, Any]) -> str:
     """The page as text: no script, no resource outside it; everything that a file named is escaped."""
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
-                              undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(fixed=fixed, percent=percent)
     colours = dict(zip(plan["points"], [GREY, *COLOURS]))
     with matplotlib.rc_context(STYLE):
         plots = {"speedup": plot_speedup(plan, colours), "frontier": plot_frontier(plan, colours)}
@@ -30,7 +25,7 @@ def render(plan: dict[str, Any]) -> str:
                 plots["dollars"] = plot_dollars(plan, colours)
         plots |= {f"sensitivity {name}": plot_sensitivity(name, rows, number)
                   for number, (name, rows) in enumerate(plan["sensitivity"].items()) if drawn(rows)}
-    return environment.get_template("roi.html.j2").render(plan=plan, plots=plots, rows=table_rows(plan))
+    return page("roi.html.j2", plan=plan, plots=plots, rows=table_rows(plan))
 
 
 def drawn(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

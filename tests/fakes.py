@@ -5,14 +5,17 @@ V vocabulary, B rows, q tokens a row, W columns of the cache.
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from scipy.stats import chisquare
+from tiny import chat_tokenizer, load_target
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.eagle3 import Eagle3, Options, Shape
 from drafters.growth import growth
-from drafters.target import Prefix, States
+from drafters.target import Prefix, States, Target
 from drafters.tree import Draft, Plan, planned
 from drafters.visible import Branches
 
@@ -135,6 +138,25 @@ def counting_llama(vocab: int, layers: int = 8) -> LlamaForCausalLM:
     model.model.embed_tokens.weight.data.copy_(torch.eye(vocab))
     model.lm_head.weight.data.copy_(torch.eye(vocab).roll(1, 0))  # row j + 1 reads component j
     return model
+
+
+def counting_target(folder: Path, vocab: int) -> Target:
+    """The counting model of counting_llama in float32, written to `folder` and tapped at [2, 4, 5]."""
+    counting_llama(vocab).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return load_target(folder, "float32", [2, 4, 5])
+
+
+def follows(seen: list[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
+    """p-value of drawn sequences against their exact probabilities; what is expected less than five times is one."""
+    assert set(seen) <= set(exact)
+    large = [path for path, p in exact.items() if p * len(seen) >= 5]
+    observed = [seen.count(path) for path in large] + [sum(path not in large for path in seen)]
+    expected = [exact[path] * len(seen) for path in large]
+    expected.append(len(seen) - sum(expected))
+    if expected[-1] < 1e-9:
+        observed, expected = observed[:-1], expected[:-1]
+    return chisquare(observed, expected).pvalue
 
 
 @torch.no_grad()

@@ -4,9 +4,9 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from fakes import RuleTarget, counting_drafter, counting_llama
+from fakes import RuleTarget, counting_drafter, counting_target
 from test_tree_decode import ranked
-from tiny import V, chat_tokenizer, load_target
+from tiny import V
 
 from drafters.registry import entry, options_of
 from drafters.tree import StaticTree, chain
@@ -107,10 +107,7 @@ def test_accuracies_of_a_drafter_that_is_known():
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("counting")
-    counting_llama(V).save_pretrained(folder)
-    chat_tokenizer().save_pretrained(folder)
-    return load_target(folder, "float32", [2, 4, 5])
+    return counting_target(tmp_path_factory.mktemp("counting"), V)
 
 
 @pytest.mark.parametrize("ahead,expected_ranks", [(2, 1.0), (3, 0.0)])

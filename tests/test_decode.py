@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from fakes import RuleDrafter, RuleTarget, counting_drafter, counting_llama, oracle
+from fakes import RuleDrafter, RuleTarget, counting_drafter, counting_target, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from tiny import LAYERS, V, chat_tokenizer, left_to_the_collector, load_target, plain_model, write_target
+from tiny import LAYERS, V, left_to_the_collector, load_target, plain_model, write_target
 
 from data.sampling import Sampling
 from drafters.registry import entry, options_of
@@ -170,10 +170,7 @@ def test_perfect_drafter_of_a_rule(K):
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("counting")
-    counting_llama(V).save_pretrained(folder)
-    chat_tokenizer().save_pretrained(folder)
-    return load_target(folder, "float32", [2, 4, 5])
+    return counting_target(tmp_path_factory.mktemp("counting"), V)
 
 
 def test_perfect_eagle3(counting):

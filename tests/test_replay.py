@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from fakes import counting_drafter, counting_llama
-from tiny import LAYERS, V, chat_tokenizer, load_target, write_target
+from fakes import counting_drafter, counting_target
+from tiny import LAYERS, V, load_target, write_target
 
 from data.batching import collate
 from data.capture import Conversation, capture
@@ -128,9 +128,7 @@ def test_mode_is_restored(trained, training):
 @pytest.mark.parametrize("ahead,hits,length", [(2, 1.0, K + 1), (3, 0.0, 1)])
 def test_training_metric_replay_and_loop_agree_on_a_rule(tmp_path, ahead, hits, length):
     """Cases 09, 12: next = current + 1 mod V. Perfect weights score 1 everywhere, weights one off score 0, in fp32."""
-    counting_llama(V).save_pretrained(tmp_path)
-    chat_tokenizer().save_pretrained(tmp_path)
-    target = load_target(tmp_path, "float32", [2, 4, 5])
+    target = counting_target(tmp_path, V)
     prompts = [[5, 6], [60], [20, 21, 22]]
     rows = traced(target, prompts, [0], torch.float32)
     drafter = counting_drafter(target, list(range(V)), ahead)

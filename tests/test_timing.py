@@ -1,8 +1,8 @@
 """Timing's arithmetic; the clock itself is scripted."""
 
 import pytest
-from fakes import counting_drafter, counting_llama
-from tiny import V, chat_tokenizer, load_target
+from fakes import counting_drafter, counting_target
+from tiny import V
 
 from eval import timing
 from eval.decode import Output
@@ -60,10 +60,7 @@ def test_medians_are_taken_in_turns_after_a_round_of_warming_up(monkeypatch):
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("counting")
-    counting_llama(V).save_pretrained(folder)
-    chat_tokenizer().save_pretrained(folder)
-    target = load_target(folder, "float32", [2, 4, 5])
+    target = counting_target(tmp_path_factory.mktemp("counting"), V)
     return target, counting_drafter(target, list(range(V)))
 
 

@@ -6,7 +6,7 @@ V target vocabulary, D draft vocabulary.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,22 @@ def check_native(folder: Path) -> None:
 
 def violations(folder: Path) -> Iterator[str]:
     """Every violation of the folder, as one sentence each."""
+    return folder_violations(folder, config_violations, lambda config: (config, *expected_tensors(config)))
+
+
+def folder_violations(folder: Path, of_config: Callable[[dict[str, Any]], Iterator[str]],
+                      tensors_of: Callable[[dict[str, Any]], tuple]) -> Iterator[str]:
+    """Every violation of a folder of some layout. of_config: those that config.json shows by itself; tensors_of: from
+    it the flat keys, the tensors that must be there and those that may be missing, as `tensor_violations` takes them.
+    """
     try:
         config = read_config(folder / "config.json")
     except ConfigError as error:
         yield str(error)
         return
-    yield from config_violations(config)
+    yield from of_config(config)
     yield from stray_files(folder)
-    names, optional = expected_tensors(config)
-    yield from tensor_violations(folder / "model.safetensors", config, names, optional)
+    yield from tensor_violations(folder / "model.safetensors", *tensors_of(config))
 
 
 def read_config(path: Path) -> dict[str, Any]:

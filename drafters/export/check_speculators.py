@@ -12,15 +12,14 @@ from drafters.export.check import (
     FIXED,
     SIZES,
     UNSUPPORTED,
+    folder_violations,
     head_violations,
     layers_violation,
-    read_config,
     rope_violations,
-    stray_files,
 )
 from drafters.export.native import DTYPES, VARIANTS, engine_layer_ids
 from drafters.export.speculators import IDS, INSIDE, renamed
-from drafters.export.tensor_check import expected_tensors, is_size, tensor_violations
+from drafters.export.tensor_check import expected_tensors, is_size
 from recipes.errors import ConfigError
 
 # Key -> the only value, and why. All must be written: vLLM and the package fill in different ones.
@@ -47,19 +46,16 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 
 def violations(folder: Path) -> Iterator[str]:
     """Every violation of the folder, as one sentence each."""
-    try:
-        config = read_config(folder / "config.json")
-    except ConfigError as error:
-        yield str(error)
-        return
-    yield from config_violations(config)
-    yield from stray_files(folder)
+    return folder_violations(folder, config_violations, tensors_of)
+
+
+def tensors_of(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    """Flat keys, names and shapes of the tensors that must be there; none may be missing."""
     keys = flat(config)
     names, _ = expected_tensors(keys)
     if keys.get("draft_vocab_size") == keys.get("vocab_size"):
         names = {name: shape for name, shape in names.items() if name not in ("d2t", "t2d")}
-    names = {renamed(name): shape for name, shape in names.items()}
-    yield from tensor_violations(folder / "model.safetensors", keys, names, set())
+    return keys, {renamed(name): shape for name, shape in names.items()}, set()
 
 
 def config_violations(config: dict[str, Any]) -> Iterator[str]:
