@@ -4,7 +4,7 @@ Legend: B rows, S sequence, P loss positions of a row (padded), n*Ht tapped targ
 V target vocabulary, D draft vocabulary, K draft length.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,8 +97,9 @@ class DraftSession(Protocol):
     """A drafter inside the decoding loop, for a batch of rows with lengths of their own."""
 
     def observe(self, taps: Tensor, tokens: Tensor, positions: Tensor, last: Tensor) -> None:
-        """Real target states: taps [B, q, n*Ht] at `positions` [B, q], the token that FOLLOWS each, [B, q], and
-        the index of the last valid one in each row, [B]. What lies behind it is ignored."""
+        """Real target states (those that the registry says the drafter reads): taps [B, q, n*Ht] at `positions` [B, q],
+        the token that FOLLOWS each, [B, q], and the index of the last valid one in each row, [B]. What lies behind it
+        is ignored."""
 
     def begin(self, prompts: list[list[int]]) -> None:
         """The rows' prompts, before anything is observed. What is observed names every token but their first."""
@@ -119,6 +120,7 @@ class Drafter(Protocol):
     """A trainable drafter: a torch module with the methods that trainer and loop call."""
 
     vocabulary_modules: tuple[str, ...]  # submodules whose matrices have a row for each token: heads, embeddings
+    longest: int  # most tokens of a draft; a drafter without it drafts as many as it is asked for
 
     def count(self, batch: Batch) -> int:
         """Supervised positions of a micro-batch: what the loss is normalised by."""
@@ -128,6 +130,9 @@ class Drafter(Protocol):
 
     def flops(self, tokens: float, worked: Sequence[float]) -> float:
         """Model FLOPs, forward and backward, of reading `tokens` with worked[k] positions of loss at depth k."""
+
+    def chain_logits(self, batch: Batch, K: int) -> Iterable[Tensor]:
+        """Logits [B, P, D] of each of K steps of the greedy drafts from every position at which one can start."""
 
     def chains(self, batch: Batch, K: int) -> tuple[Tensor, Tensor, Tensor]:
         """Greedy drafts from every position at which a draft can start: tokens [B, P, K], at [B, P], valid."""

@@ -6,7 +6,7 @@ layers.1.* as vLLM has it.
 Legend: B rows, S sequence, P loss positions, H hidden, Ht target hidden, n taps, D draft vocabulary, K steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -242,15 +242,22 @@ class Eagle3(nn.Module):
         return state + self.options.hidden_noise * state.detach().std(-1, keepdim=True) * noise
 
     @torch.no_grad()
-    def chains(self, batch: Batch, K: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Greedy drafts from every position that can start one: tokens [B, P, K], at [B, P], valid [B, P]."""
+    def chain_logits(self, batch: Batch, K: int) -> Iterator[Tensor]:
+        """Logits [B, P, D] of each of K steps of the greedy drafts from every position that can start one."""
         chains = Chains(batch, 1.0, 0)
         drafted: list[Tensor] = []
         steps = unroll(self, self.fuse(batch.taps), F.pad(batch.ids[:, 1:], (0, 1)), batch.positions,
                        UnrollMemory(chains.at, batch.starts, self.options.num_layers), K,
                        choose=lambda k, output: drafted[-1], select=chains.at)
         for output in steps:
-            drafted.append(self.draft_ids[self.logits(output).argmax(-1)])
+            logits = self.logits(output)
+            drafted.append(self.draft_ids[logits.argmax(-1)])
+            yield logits
+
+    def chains(self, batch: Batch, K: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Greedy drafts from every position that can start one: tokens [B, P, K], at [B, P], valid [B, P]."""
+        chains = Chains(batch, 1.0, 0)
+        drafted = [self.draft_ids[logits.argmax(-1)] for logits in self.chain_logits(batch, K)]
         return torch.stack(drafted, dim=-1), chains.at, chains.valid
 
     # --- decoding ---

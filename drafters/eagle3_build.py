@@ -12,7 +12,9 @@ from drafters import vocab
 from drafters.eagle3 import Eagle3, Options
 from drafters.layers import Shape
 from drafters.placement import weight_of
+from recipes.draft_cost import DraftSize
 from recipes.errors import ConfigError
+from recipes.model_shape import ModelShape
 
 
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> Eagle3:
@@ -59,6 +61,15 @@ def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: di
         raise ConfigError(f"the checkpoint's tensors do not fit the drafter: {wrong[:4]}")
     drafter.load_state_dict(rest)
     return drafter
+
+
+def cost(options: Options, shape: ModelShape, config: dict[str, Any], taps: int) -> DraftSize:
+    """Sizes of the drafter for a target of this shape and text config, for `make plan`."""
+    heads = config["num_attention_heads"]
+    return DraftSize(shape.hidden, shape.hidden, taps, heads, config.get("num_key_value_heads") or heads,
+                     config.get("head_dim") or shape.hidden // heads,
+                     options.intermediate_size or config["intermediate_size"], options.draft_vocab_size, shape.vocab,
+                     options.tap_norms, options.train_head, options.num_layers)
 
 
 def initialise(drafter: Eagle3) -> None:

@@ -65,7 +65,8 @@ def chosen(section: Section, run: Path, target: Target) -> Path:
     found, digest = read(folder, FIELD)
     if found.kind != section.kind:
         raise ConfigError(f"{folder}: a drafter of kind {found.kind}, but drafter.kind = {section.kind}")
-    target.tap(found.layers or default_layers(target.depth))
+    if entry(found.kind).reads == "taps":
+        target.tap(found.layers or default_layers(target.depth))
     layers = check_fit(found, target, str(folder))
     fingerprint = target.fingerprint()
     if found.target.get("fingerprint"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters import vocab
-from drafters.export.foreign import STRUCTURE, Imported
+from drafters.export.foreign import Imported
 from drafters.registry import entry, options_of
 from drafters.source import FIELD, find, read
 from drafters.target import Target, default_layers
@@ -61,11 +61,11 @@ def drafter_of(found: Imported, ids: Tensor, layers: list[int], options: Any, ta
     """The drafter of an imported checkpoint with draft vocabulary `ids` [D], on a loaded target that it fits. longer:
     it is to be trained, for all positions of the target, where its rotary kind knows no longest one."""
     tensors = {name: t.float() for name, t in found.tensors.items()}
-    d2t, t2d = vocab.maps(ids, target.vocab_size)
-    tensors |= {"lm_head.weight": head_rows(own_head(found, target), found.ids, ids, target.head_weight),
-                "d2t": d2t, "t2d": t2d}
+    tensors |= {name: head_rows(head, found.ids, ids, target.head_weight)
+                for name, head in heads_of(found, target).items()}
+    tensors |= dict(zip(("d2t", "t2d"), vocab.maps(ids, target.vocab_size)))
     shape = found.shape | {"draft_vocab_size": len(ids), "target_layers": target.depth}
-    if longer and shape["rope_parameters"]["rope_type"] in ANY_LENGTH:
+    if longer and shape.get("rope_parameters", {}).get("rope_type") in ANY_LENGTH:
         shape["max_position_embeddings"] = target.max_length
     return entry(found.kind).code.load(options, shape, layers, tensors, target)
 
@@ -75,11 +75,16 @@ def check_fit(found: Imported, target: Target, where: str) -> list[int]:
     model = target.section.model
     for name, have in (("vocab_size", target.vocab_size), ("target_hidden_size", target.hidden),
                        ("hidden_size", target.hidden), ("target_layers", target.depth)):
-        said = found.shape[name]
+        said = found.shape.get(name)
         if said is not None and said != have:
             more = "; a drafter of another width than its target is not supported" if name == "hidden_size" else ""
             raise ConfigError(f"{where}: {found.places[name]} = {said}, but target.model = {model} has {have}: the "
                               f"drafter is for another target{more}")
+    if found.carried is not None and not same_values(found.carried, target.head_weight.cpu()[found.ids]):
+        raise ConfigError(f"{where}: the projection of all heads is not the head of target.model = {model}: the "
+                          "drafter is for another target, or trained its own")
+    if entry(found.kind).reads != "taps":
+        return []
     try:
         layers = default_layers(target.depth) if found.layers is None else found.layers
     except ConfigError:
@@ -111,7 +116,7 @@ def resolve(found: Imported, stated: dict[str, Any], target: Target, vocabulary:
         raise ConfigError(f"drafter.options.start = {stated['start']}: is for a fresh drafter; {FIELD} = {where} says "
                           "what this run starts from: leave one out")
     chosen = {}
-    for name in STRUCTURE:
+    for name in (*found.options, *found.unsaid):
         if name in found.unsaid:
             if name not in stated:
                 raise ConfigError(f"{where}: {found.unsaid[name]}; set drafter.options.{name}")
@@ -121,6 +126,8 @@ def resolve(found: Imported, stated: dict[str, Any], target: Target, vocabulary:
         wanted = stated.get(name, said)
         if name == "intermediate_size":
             wanted = wanted or target.config.intermediate_size
+        if name == "draft_vocab_size":
+            wanted = wanted or target.vocab_size
         if name == "draft_vocab_size" and vocabulary == "rebuild":
             chosen[name] = wanted
         elif wanted != said:
@@ -133,6 +140,13 @@ def resolve(found: Imported, stated: dict[str, Any], target: Target, vocabulary:
 def rebuilt(ids: Tensor, counts: dict[int, int], size: int, target: Target) -> Tensor:
     """Draft vocabulary [D] of the new data; places that its tokens leave free go to the earlier ones `ids`."""
     return vocab.build(dict.fromkeys(ids.tolist(), 0) | counts, size, target.vocab_size, vocab.forced(target))
+
+
+def heads_of(found: Imported, target: Target) -> dict[str, Tensor]:
+    """The heads [D, H] that the drafter has of its own, by name."""
+    if found.head == "many":
+        return {name: t for name, t in found.tensors.items() if name.startswith("lm_heads.")}
+    return {"lm_head.weight": own_head(found, target)}
 
 
 def own_head(found: Imported, target: Target) -> Tensor:

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from recipes.errors import ConfigError
 from recipes.loader import parse_into
+
+FINAL = "final"  # what a target shows where it is the state after its final norm
 
 
 @dataclass(frozen=True)
@@ -15,15 +17,22 @@ class Entry:
     `load` (a drafter from a checkpoint's parts), and the script that trains it. Without a script there is nothing to
     train: `build` gives the drafter itself, and there are no checkpoints.
 
+    reads: the states of the target that it drafts from: those that enter the tapped layers, the final one, or none.
+
     The module is imported where it is used: a table of all drafters must not load torch.
     """
 
     module: str
     script: str = ""
+    reads: Literal["taps", "final", "none"] = "taps"
 
     @property
     def trained(self) -> bool:
         return bool(self.script)
+
+    def shown(self, layers: list[int]) -> list[int] | str | None:
+        """What a target is to show this drafter, as `Target.tap` takes it; layers: those that would be tapped."""
+        return {"taps": layers, "final": FINAL, "none": None}[self.reads]
 
     @property
     def code(self) -> ModuleType:
@@ -32,8 +41,9 @@ class Entry:
 
 REGISTRY: dict[str, Entry] = {
     "eagle3": Entry("drafters.eagle3_build", "train/eagle3.py"),
-    "lookup": Entry("drafters.lookup"),
-    "layer_cut": Entry("drafters.layer_cut"),
+    "medusa": Entry("drafters.medusa", "train/medusa.py", reads="final"),
+    "lookup": Entry("drafters.lookup", reads="none"),
+    "layer_cut": Entry("drafters.layer_cut", reads="none"),
 }
 
 

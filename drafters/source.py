@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters import checkpoint, vocab
-from drafters.export import check
+from drafters.export import check, medusa
 from drafters.export.foreign import STRUCTURE, Imported, from_native
 from drafters.export.native import layers_of
 from drafters.export.speculators import from_speculators
@@ -31,6 +31,12 @@ from recipes.files import sha256_file, sha256_json
 FIELD = "drafter.init_from"
 CONFIG, ORIGIN = "config.json", "provenance.json"
 PART = re.compile(r"[\w][\w.-]*")  # a file's name that leads nowhere else
+# How a config.json that is not native EAGLE-3's is known, and what reads its folder.
+LAYOUTS: tuple[tuple[Callable[[dict[str, Any]], bool], Callable[..., Imported]], ...] = (
+    (lambda config: "speculators_model_type" in config, from_speculators),
+    (lambda config: config.get("model_type") == "medusa", medusa.from_vllm),
+    (lambda config: "medusa_num_heads" in config, medusa.from_original))
+OWN = {"medusa": medusa.from_checkpoint}  # checkpoints of this project that `own` does not read
 # Stems of the files that hold the weights, in the order in which they are looked for.
 STEMS: tuple[tuple[str, str], ...] = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 
@@ -66,10 +72,10 @@ def read(folder: Path, field: str = FIELD) -> tuple[Imported, str]:
     """
     if (folder / checkpoint.META).is_file():
         meta, files = checkpoint.read_meta(folder), [folder / checkpoint.META, folder / checkpoint.WEIGHTS]
-        found = own(meta, checkpoint.read_tensors(folder), folder)
+        found = OWN.get(meta["kind"], own)(meta, checkpoint.read_tensors(folder), folder)
     elif (folder / CONFIG).is_file():
         config = read_config(folder / CONFIG)
-        layout = from_speculators if "speculators_model_type" in config else from_native
+        layout = next((read for known, read in LAYOUTS if known(config)), from_native)
         files = weight_files(folder, STEMS if field == FIELD else STEMS[:1])
         tensors = read_tensors(files)
         try:

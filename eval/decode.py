@@ -21,7 +21,7 @@ from drafters.tree import Draft, Plan, Topology, planned
 from drafters.visible import Branches
 from eval.metrics import Acceptance
 from eval.stops import Stops
-from eval.verify import Verdict, verify
+from eval.verify import Typical, Verdict, verify
 
 GREEDY = Sampling()
 
@@ -128,13 +128,15 @@ class Decoder:
     """Decodes prompts with a target, with or without a drafter.
 
     slots: rows decoded together; a finished one is replaced by the next prompt (0: all at once). stop: strings that end
-    an answer. on_tokens(prompt index, tokens): called with the tokens of each answer as they are decided.
+    an answer. typical: accept by this rule, which is lossy, where tokens are sampled. on_tokens(prompt index, tokens):
+    called with the tokens of each answer as they are decided.
     """
 
     def __init__(self, target: Target, max_tokens: int, sampling: Sampling = GREEDY, end_ids: list[int] | None = None,
                  seed: int = 0, slots: int = 0, stop: Sequence[str] = (),
-                 on_tokens: Callable[[int, list[int]], None] | None = None) -> None:
+                 on_tokens: Callable[[int, list[int]], None] | None = None, typical: Typical | None = None) -> None:
         self.target, self.max_tokens, self.sampling, self.seed = target, max_tokens, sampling, seed
+        self.typical = typical
         self.end_ids = set(target.end_ids if end_ids is None else end_ids)
         self.slots, self.on_tokens = slots, on_tokens
         self.stops = Stops(target.tokenizer, stop) if stop else None
@@ -213,7 +215,7 @@ class Decoder:
         block = torch.cat([rows.last[:, None], draft.tokens], dim=1)  # [B, N+1]
         positions = rows.length[:, None] + shape.depth
         states = self.target.forward(block, positions, rows.cache, branches=rows.branches(draft, shape, positions))
-        verdict = verify(states.logits, draft, self.sampling, self.generator, rows.seen, shape)
+        verdict = verify(states.logits, draft, self.sampling, self.generator, rows.seen, shape, self.typical)
         contexts = (rows.length + 1).tolist()
         rows.advance(states, verdict)
         now = time.perf_counter()

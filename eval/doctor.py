@@ -21,7 +21,9 @@ from data.compare import NOISE
 from data.prompts import evaluation_prompts
 from data.reader import open_rows, with_states
 from drafters import checkpoint, imported
+from drafters.export.engines import method_of
 from drafters.placement import on_one_process
+from drafters.registry import entry
 from drafters.target import Target
 from eval.engine_run import Job, offline
 from eval.run import spread
@@ -126,7 +128,7 @@ def close_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], first: 
                  gap: float) -> Iterator[Finding]:
     """States entering the tapped layers, each relative to its layer's largest number in the row (cases 01, 08)."""
     allowed = NOISE.get(getattr(torch, dtype), 1e-6)
-    n = len(first.layers or second.layers)
+    n = max(1, len(first.layers or second.layers))  # a final state is one
     worst, text = 0.0, ""
     for name in (name for name in a if name in b):
         if a[name].shape != b[name].shape:
@@ -189,7 +191,7 @@ def close_acceptance(a: dict, b: dict, *_) -> Iterator[Finding]:
 
 def examine(recipe: Recipe, options: Options, folder) -> tuple[list[Evidence], str]:
     """Every witness that this run has, and the coarsest precision at work."""
-    target = Target(on_one_process(recipe.target), recipe.trace.layers)
+    target = Target(on_one_process(recipe.target), entry(recipe.drafter.kind).shown(recipe.trace.layers))
     source = imported.chosen(recipe.drafter, folder, target)
     drafter = checkpoint.load(source, target)
     K, max_tokens = recipe.eval.draft_length, recipe.export.check_tokens
@@ -208,7 +210,7 @@ def examine(recipe: Recipe, options: Options, folder) -> tuple[list[Evidence], s
         if options.python:
             job = Job(target.path, str(out.resolve()), K, list(ids.values()), max_tokens, target.end_ids,
                       recipe.target.dtype, {"enforce_eager": True, "max_model_len": min(target.max_length, 2048)},
-                      [p.messages for p in chosen])
+                      [p.messages for p in chosen], method_of(layout))
             (folder / "doctor").mkdir(exist_ok=True)
             log = folder / "doctor" / f"{layout}.log"
             threads = recipe.target.threads or 2

@@ -41,6 +41,7 @@ class Job:
     dtype: str
     engine: dict[str, Any] = field(default_factory=dict)
     chats: list[Any] = field(default_factory=list)  # messages that the engine's own tokenizer is to render
+    method: str = "eagle3"  # vLLM's name for how the drafter drafts
 
 
 @dataclass
@@ -113,7 +114,7 @@ def server(python: str, job: Job, threads: int, log: Path) -> Iterator[httpx.Cli
                "--host", "127.0.0.1", "--port", str(port), *arguments(job.engine)]
     if job.drafter is not None:
         command += ["--speculative-config", json.dumps({
-            "method": "eagle3", "model": job.drafter, "num_speculative_tokens": job.drafted,
+            "method": job.method, "model": job.drafter, "num_speculative_tokens": job.drafted,
             "draft_tensor_parallel_size": 1})]
     with open(log, "w", encoding="utf-8") as said:
         process = subprocess.Popen(command, env=settings(threads), stdout=said, stderr=subprocess.STDOUT)

@@ -21,7 +21,7 @@ from drafters.export.check import read_config
 from drafters.export.engines import ENGINES
 from drafters.export.layouts import LAYOUTS
 from drafters.export.serving import Deployment, serving_files
-from drafters.export.write import CONFIG, ORIGIN, WEIGHT_FILE, check_folder
+from drafters.export.write import CONFIG, ORIGIN, check_folder
 from drafters.target import unloaded_fingerprint
 from eval.card import CardFacts, check_report, model_card
 from eval.earlier import key_of
@@ -64,6 +64,8 @@ def gate(report: dict[str, Any], despite_verdict: bool) -> list[str]:
     if greedy["mismatches"] or greedy["near_ties"] > 0.01 * max(greedy["prompts"], 100):
         found.append(f"report.json: {greedy['mismatches']} of {greedy['prompts']} greedy answers differ from plain "
                      f"decoding ({greedy['near_ties']} near-ties)")
+    if report["settings"].get("lossy"):
+        found.append("report.json: of typical acceptance, which is lossy; evaluate with eval.acceptance: exact")
     if not greedy["prompts"]:
         found.append("report.json: no greedy answer was compared with plain decoding")
     if sampling["tests"] and sampling["p_value"] < SAMPLING_ALPHA:
@@ -163,7 +165,7 @@ class Publication:
     def fill(self, folder: Path) -> None:
         layout = LAYOUTS[self.options.format]
         config, origin = read_config(self.source / CONFIG), read_config(self.source / ORIGIN)
-        with replacing(folder / WEIGHT_FILE) as f, open(self.source / WEIGHT_FILE, "rb") as weights:
+        with replacing(folder / layout.weights) as f, open(self.source / layout.weights, "rb") as weights:
             shutil.copyfileobj(weights, f)
         named = self.terms.base_model
         origin["target"]["model"] = named
@@ -236,7 +238,7 @@ class Publication:
         places = {str(Path.home()), str(Path.cwd()), str(self.run.resolve())} - {"/"}
         token = get_token()
         for path in sorted(folder.iterdir()):
-            if path.name == WEIGHT_FILE:
+            if path.suffix == ".safetensors":
                 continue
             text = path.read_text(encoding="utf-8")
             if SECRETS.search(text) or (token and token in text):

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from eval.reader_medusa import ReadMedusa
 from recipes.errors import RunError
 
 
@@ -90,6 +91,11 @@ class ReadDrafter:
         own = self.weights.get("embed_tokens.weight")
         self.embedding = model.get_input_embeddings().weight if own is None else own  # [V, H]
         self.frequencies = inverse_frequencies(self.config).to(model.device)
+
+    @property
+    def limit(self) -> int:
+        """Positions that it was trained for."""
+        return self.config["max_position_embeddings"]
 
     def read_speculators(self) -> None:
         """Takes the other layout's config (formats.md section 2) and names for the native ones: the decoder has a
@@ -185,7 +191,8 @@ class ReadDrafter:
 
 
 def read_target(model: nn.Module, tokens: list[int], layers: list[int]) -> tuple[list[int], list[Tensor]]:
-    """One pass of the target: its greedy token after every position, and n states [S, Ht] ENTERING `layers`.
+    """One pass of the target: its greedy token after every position, and n states [S, Ht] ENTERING `layers`; L + 1 is
+    what the final norm gives.
 
     transformers gives its last hidden state after the final norm, engines tap id L before it: hence the hook.
     """
@@ -195,8 +202,18 @@ def read_target(model: nn.Module, tokens: list[int], layers: list[int]) -> tuple
         out = model(torch.tensor([tokens], device=model.device), output_hidden_states=True, use_cache=False)
     finally:
         hook.remove()
-    entering = [*out.hidden_states[:-1], last["state"]]
+    entering = [*out.hidden_states[:-1], last["state"], out.hidden_states[-1]]  # the last is behind the norm
     return out.logits[0].argmax(-1).tolist(), [entering[k][0] for k in layers]
+
+
+def open_reader(folder: Path, model: nn.Module) -> "ReadDrafter | ReadMedusa":
+    """The reader of an exported folder. RunError as they raise it."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder}: cannot be read: {error}; export again") from None
+    medusa = config.get("model_type") == "medusa" or "medusa_num_heads" in config
+    return (ReadMedusa if medusa else ReadDrafter)(folder, model)
 
 
 def trim(tokens: list[int], end_ids: list[int], max_tokens: int) -> tuple[list[int], bool]:
@@ -217,8 +234,8 @@ def read_acceptance(folder: Path, model: nn.Module, prompts: list[list[int]], dr
     token or at max_tokens (formats.md section 7). model: a causal LM of transformers.
     Raises RunError for an unusable folder or a prompt that does not fit.
     """
-    drafter = ReadDrafter(folder, model)
-    limit = min(drafter.config["max_position_embeddings"], model.config.max_position_embeddings)
+    drafter = open_reader(folder, model)
+    limit = min(drafter.limit, model.config.max_position_embeddings)
     reading = Reading(0, [0] * draft_length, [])
     for prompt in prompts:
         if not prompt or len(prompt) + max_tokens + draft_length > limit:

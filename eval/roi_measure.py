@@ -99,7 +99,7 @@ class Loop:
 
 def open_loop(recipe: Recipe) -> Loop:
     """The target and the drafter of drafter.path or of the run; a fresh one where nothing is trained yet."""
-    target = Target(on_one_process(recipe.target), recipe.trace.layers)
+    target = Target(on_one_process(recipe.target), entry(recipe.drafter.kind).shown(recipe.trace.layers))
     folder = Path(recipe.runs_dir) / recipe.name / "checkpoints"
     section = recipe.drafter
     fresh = entry(section.kind).trained and not section.path and not (folder / checkpoint.BEST).exists()

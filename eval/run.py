@@ -29,7 +29,7 @@ from eval.figures import arrivals, by_set, per_pass, spread, statistics
 from eval.gate import Gate, Options, broken
 from eval.gate import lines as gate_lines
 from eval.lossless import compare_greedy, sampling_report
-from eval.plans import described, plan_of, room_of
+from eval.plans import check_longest, described, plan_of, room_of, rule_of
 from eval.rejections import entropy_figures, frequent
 from eval.report import summary_lines, write_report
 from eval.rows import Asking, Row
@@ -50,12 +50,14 @@ class Evaluation:
         self.recipe, self.section = recipe, recipe.eval
         self.folder = run_dir(recipe)
         self.sets = read_sets(recipe.eval, self.folder / "eval" / "sets", recipe.prompts.max_bad_share)
-        layers = recipe.trace.layers if entry(recipe.drafter.kind).trained else None  # others read no hidden states
-        self.target = Target(on_one_process(recipe.target), layers)
+        shown = entry(recipe.drafter.kind).shown(recipe.trace.layers)
+        self.target = Target(on_one_process(recipe.target), shown)
         require_chat_template(self.target)
         self.plan, self.reason = plan_of(self.section, recipe.drafter.kind), ""
+        self.how = rule_of(self.section)
         self.opened = imported.open_drafter(recipe.drafter, self.target, self.folder)
         self.drafter = self.opened.drafter
+        check_longest(self.plan.depth, self.drafter, "eval.draft_length" if self.plan.narrow else "eval.tree: levels")
         if self.target.grouped:
             use_skinny_linear(self.drafter)
         room = self.target.max_length - self.section.max_tokens - room_of(self.section, self.plan) - 1
@@ -94,9 +96,10 @@ class Evaluation:
         with self.bar:
             outputs = self.answers()
             chosen = spread(self.rows, section.lossless_prompts)
-            plain = self.decode("lossless", [self.rows[i] for i in chosen], speculative=False)
-            greedy = compare_greedy(self.target, [self.ids[i] for i in chosen], plain,
-                                    [outputs[i] for i in chosen], section.gap_tolerance)
+            asked = [self.rows[i] for i in chosen]
+            plain = self.decode("lossless", asked, speculative=False)
+            exact = self.decode("exact   ", asked, speculative=True) if self.how else [outputs[i] for i in chosen]
+            greedy = compare_greedy(self.target, [self.ids[i] for i in chosen], plain, exact, section.gap_tolerance)
             sampling = sampling_report(self.target, self.drafter,
                                        [self.ids[i] for i in spread(self.rows, section.sampling_contexts)],
                                        section.sampling_draws, section.seed, tree=not self.plan.narrow)
@@ -110,7 +113,7 @@ class Evaluation:
             sets[one.name] |= self.origin(one)
         self.write_sent()
         return self.head() | {"total": total, "sets": sets, "prompts": self.records(outputs, timed),
-                              "verdict": decide(total, sets)}
+                              "verdict": decide(total, sets, lossy=bool(self.how))}
 
     def choose_plan(self) -> None:
         """The fastest draft by what is measured now; one token, where drafting does not pay at all."""
@@ -123,7 +126,7 @@ class Evaluation:
         outputs: list[Output] = []
         fresh = self.rows
         while fresh:
-            done = self.decode("accept  ", fresh, speculative=True)
+            done = self.decode("accept  ", fresh, speculative=True, **self.how)
             outputs += done
             following = self.asking.following(fresh, done)
             fresh = following
@@ -167,10 +170,11 @@ class Evaluation:
         (self.folder / "eval").mkdir(exist_ok=True)
         write_text(self.folder / "eval" / "sent.jsonl", "\n".join(lines) + "\n")
 
-    def decode(self, name: str, rows: list[Row], speculative: bool) -> list[Output]:
-        """Greedy answers to the rows, in batches of similar length; results in the order given."""
+    def decode(self, name: str, rows: list[Row], speculative: bool, **how: Any) -> list[Output]:
+        """Answers to the rows, greedy unless `how` says otherwise, in batches of similar length; results in the order
+        given."""
         section = self.section
-        decoder = Decoder(self.target, section.max_tokens, seed=section.seed)
+        decoder = Decoder(self.target, section.max_tokens, seed=section.seed, **how)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
         task = self.bar.add_task(name, total=len(order))
         found: dict[int, Output] = {}
@@ -190,13 +194,13 @@ class Evaluation:
         rows = [self.ids[i] for i in chosen]
         task = self.bar.add_task("speed   ", total=len(rows) + 1)
         timings = timing.interleaved(self.target, self.drafter, rows, plan, section.speed_tokens,
-                                     lambda: self.bar.advance(task))
+                                     lambda: self.bar.advance(task), **self.how)
         plain, fast, reference = (timings[n] for n in (timing.PLAIN, timing.SPECULATIVE, timing.TRANSFORMERS))
         engine = timing.PLAIN if plain.tok_s >= reference.tok_s else timing.TRANSFORMERS
         ratio, ci95 = timing.speedup(timings[engine], fast, section.seed)
         steps = timing.step_times(self.target, self.drafter, 200, plan)
-        timed = Decoder(self.target, section.speed_tokens).speculative(rows, self.drafter, plan)
-        batches = [timing.by_batch(self.target, self.drafter, rows, plan, section.speed_tokens, size)
+        timed = Decoder(self.target, section.speed_tokens, **self.how).speculative(rows, self.drafter, plan)
+        batches = [timing.by_batch(self.target, self.drafter, rows, plan, section.speed_tokens, size, **self.how)
                    for size in section.batch_sizes if size <= len(rows)]
         single = {"batch": 1, "baseline_tok_s": timings[engine].tok_s, "speculative_tok_s": fast.tok_s,
                   "speedup": ratio}
@@ -224,7 +228,9 @@ class Evaluation:
                       "OMP_WAIT_POLICY": origin["machine"]["OMP_WAIT_POLICY"],
                       "load_1m": origin["machine"]["load_1m"]},
             "settings": {"draft_length": self.plan.depth, "plan": described(self.plan), "plan_reason": self.reason,
-                         "temperature": 0.0, "max_tokens": section.max_tokens, "batch_size": section.batch_size,
+                         "temperature": section.typical.temperature if self.how else 0.0,
+                         "acceptance": section.acceptance, "lossy": bool(self.how),
+                         "max_tokens": section.max_tokens, "batch_size": section.batch_size,
                          "prompts": ", ".join(s.name for s in self.sets) if section.sets else section.prompts,
                          "prompts_sha256": sets_sha256(self.sets), "prompt_ids_sha256": sha256_json(self.ids),
                          "seed": section.seed, "turns": dict(Counter(str(row.round + 1) for row in self.rows)),

@@ -13,6 +13,7 @@ from typing import Any
 from data.chat import prompt_ids
 from data.prompts import Prompt, evaluation_prompts
 from drafters.export.check import read_config
+from drafters.export.engines import method_of
 from drafters.export.layouts import LAYOUTS
 from drafters.export.write import ORIGIN
 from drafters.placement import on_one_process
@@ -62,6 +63,9 @@ def expected(recipe: Recipe, folder: Path, target: Target) -> Expected:
         ids = [prompt_ids(target.tokenizer, p.messages, p.tools) for p in prompts]
         if report["target"]["fingerprint"] != target.fingerprint():
             raise RunError(f"{path}: was made with another target; run `make eval`")
+        if settings.get("lossy"):
+            raise RunError(f"{path}: of typical acceptance, which engines do not have; run `make eval` with "
+                           "eval.acceptance: exact")
         if settings["prompt_ids_sha256"] != sha256_json(ids):
             raise RunError(f"{path}: eval.prompts, eval.limit or the chat template give other ids than were evaluated; "
                            "run `make eval`")
@@ -134,9 +138,9 @@ def check(recipe: Recipe, options: Options, folder: Path, say=print) -> dict[str
     longest = max(map(len, wanted.ids)) + wanted.max_tokens + wanted.drafted + 1
     engine_arguments = {"max_model_len": min(target.max_length, max(512, longest)), **options.engine}
 
-    def job(drafter: Path | None) -> Job:
+    def job(drafter: Path | None, layout: str = "") -> Job:
         return Job(target.path, None if drafter is None else str(drafter.resolve()), wanted.drafted, wanted.ids,
-                   wanted.max_tokens, target.end_ids, recipe.target.dtype, engine_arguments)
+                   wanted.max_tokens, target.end_ids, recipe.target.dtype, engine_arguments, [], method_of(layout))
 
     say(f"vLLM without a drafter, {len(wanted.ids)} prompts")
     plain = offline(python, job(None), threads, place / "plain.log")
@@ -145,7 +149,7 @@ def check(recipe: Recipe, options: Options, folder: Path, say=print) -> dict[str
         ways = {"offline": offline, "http": over_http} if options.http else {"offline": offline}
         for way, run in ways.items():
             name = f"{layout}, {way}"
-            answers = run(python, job(out), threads, place / f"{layout}-{way}.log")
+            answers = run(python, job(out, layout), threads, place / f"{layout}-{way}.log")
             rows.append({"layout": layout, "way": way, "dtype": read_config(out / ORIGIN)["dtype"]}
                         | judge(name, plain, answers, wanted))
             say(f"{name}: {'same ids' if rows[-1]['greedy_equal'] else 'OTHER IDS'}, {answers.drafts} drafts, "

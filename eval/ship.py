@@ -15,10 +15,10 @@ from data.reader import open_manifest
 from drafters import checkpoint, imported
 from drafters.export.check import read_config
 from drafters.export.engines import ENGINES, serving
-from drafters.export.layouts import LAYOUTS, Served
-from drafters.export.write import CONFIG, ORIGIN, WEIGHT_FILE, check_folder, export_layout, same_drafter
+from drafters.export.layouts import LAYOUTS, Served, layouts_of
+from drafters.export.write import CONFIG, ORIGIN, check_folder, export_layout, same_drafter
 from drafters.placement import on_one_process
-from drafters.registry import require_training
+from drafters.registry import entry, require_training
 from drafters.target import Target
 from eval.decode import Decoder
 from eval.metrics import Acceptance
@@ -77,7 +77,7 @@ def check_engines(recipe: Recipe, layout: str, keys: dict[str, Any], target_laye
 def served(recipe: Recipe, target: Target, layers: list[int]) -> Served:
     """What the layouts state of this target."""
     return Served(layers, target.fingerprint(), target.embedding.cpu(), list(target.model.config.architectures or []),
-                  recipe.eval.draft_length)
+                  recipe.eval.draft_length, target.head_weight.cpu())
 
 
 def export(recipe: Recipe, folder: Path, layout: str, target: Target, layers: list[int], again: bool = False) -> Path:
@@ -122,7 +122,7 @@ def digests(folder: Path) -> dict[str, str]:
 def exports_here(recipe: Recipe, folder: Path) -> dict[str, Path]:
     """The folders of export.formats that were written."""
     found = {layout: folder / "export" / layout for layout in recipe.export.formats}
-    return {layout: out for layout, out in found.items() if (out / WEIGHT_FILE).is_file()}
+    return {layout: out for layout, out in found.items() if (out / LAYOUTS[layout].weights).is_file()}
 
 
 def proven(proof: Path, key: str | None, files: dict[str, str]) -> bool:
@@ -131,18 +131,24 @@ def proven(proof: Path, key: str | None, files: dict[str, str]) -> bool:
         stored = json.loads(proof.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return WEIGHT_FILE in files and key in (None, stored.get("key")) and stored.get("files") == files
+    written = any(name.endswith(".safetensors") for name in files)
+    return written and key in (None, stored.get("key")) and stored.get("files") == files
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:
     unknown = [layout for layout in recipe.export.formats if layout not in LAYOUTS]
     if unknown or not recipe.export.formats:
         raise ConfigError(f"export.formats = {recipe.export.formats}: known layouts: {', '.join(LAYOUTS)}")
+    own = layouts_of(recipe.drafter.kind)
+    if entry(recipe.drafter.kind).trained and set(recipe.export.formats) - set(own):
+        raise ConfigError(f"export.formats = {recipe.export.formats}: a drafter of kind {recipe.drafter.kind} has the "
+                          f"layouts {', '.join(own)}")
     folder = run_dir(recipe)
-    target = Target(on_one_process(recipe.target), recipe.trace.layers)
+    read = entry(recipe.drafter.kind)
+    target = Target(on_one_process(recipe.target), read.shown(recipe.trace.layers))
     imported.chosen(recipe.drafter, folder, target)  # taps the target where the drafter says it is to be tapped
     layers = target.layers
-    if not recipe.drafter.path:
+    if not recipe.drafter.path and read.reads == "taps":
         layers = open_manifest(recipe.trace, folder)["layers"]
     for layout in recipe.export.formats:
         export(recipe, folder, layout, target, layers, again="check" in switches)

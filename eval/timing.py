@@ -45,9 +45,10 @@ class Timing:
 
 
 def interleaved(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan | int, max_tokens: int,
-                progress: Callable[[], None]) -> dict[str, Timing]:
-    """Times every prompt with each engine in turn; the first prompt runs once before, uncounted."""
-    decoder = Decoder(target, max_tokens)
+                progress: Callable[[], None], **how: Any) -> dict[str, Timing]:
+    """Times every prompt with each engine in turn; the first prompt runs once before, uncounted. how: of the Decoder.
+    """
+    decoder = Decoder(target, max_tokens, **how)
     timings = {PLAIN: Timing(), SPECULATIVE: Timing(), TRANSFORMERS: Timing()}
     for warm, prompt in [(True, prompts[0]), *((False, p) for p in prompts)]:
         for name, timing in timings.items():
@@ -159,9 +160,10 @@ def percentiles(values: list[float]) -> dict[str, Any]:
 
 
 def by_batch(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan | int, max_tokens: int,
-             size: int) -> dict[str, float]:
-    """Plain and speculative tokens per second with `size` prompts decoded together, prefill included."""
-    decoder = Decoder(target, max_tokens)
+             size: int, **how: Any) -> dict[str, float]:
+    """Plain and speculative tokens per second with `size` prompts decoded together, prefill included. how: of the
+    Decoder."""
+    decoder = Decoder(target, max_tokens, **how)
     rates = {}
     for name, work in (("baseline_tok_s", lambda: decoder.plain(prompts[:size])),
                        ("speculative_tok_s", lambda: decoder.speculative(prompts[:size], drafter, plan))):

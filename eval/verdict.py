@@ -31,13 +31,16 @@ def cliff(buckets: list[dict[str, Any]]) -> tuple[int, float, float] | None:
     return None
 
 
-def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]], lossy: bool = False) -> dict[str, Any]:
     """Judges measured speed per batch size, losslessness, each prompt kind and each context length.
 
     A batch size that is slower than plain decoding limits the range, whatever the acceptance length (case 23); so does
     a context length from which acceptance breaks down (case 33). Prompts without the chat template decide nothing
-    (case 53).
+    (case 53). lossy: the figures are of a rule that changes the text, which nothing here judges.
     """
+    if lossy:
+        return verdict("do not deploy", None, ["LOSSY: typical acceptance accepts tokens that the target would not "
+                                               "have given; what that does to the answers was not judged"])
     raw = sum(s.get("untemplated", 0) for s in sets.values())
     if raw:
         return verdict("do not deploy", None, [f"{raw} prompts are token ids that do not end as the chat template "

@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data.batching import collate
 from data.reader import RowReader
 from data.store import TraceRow
-from drafters.propose import UnrollMemory, unroll
 from drafters.target import Target
 from drafters.unrolled import Chains
 from eval.decode import Decoder
 from eval.metrics import Acceptance
-from eval.reader import ReadDrafter, read_acceptance, read_target
+from eval.reader import open_reader, read_acceptance, read_target
 from eval.replay import walk
 
 
@@ -43,6 +41,12 @@ class Evidence:
     acceptance: dict[str, Acceptance] = field(default_factory=dict)  # over `rows` and over `prompts`
 
 
+def frequencies_of(drafter: Any) -> Tensor | None:
+    """Rotary inverse frequencies; None for a drafter that attends to nothing."""
+    rotary = getattr(drafter, "rotary", None)
+    return None if rotary is None else rotary.inv_freq.cpu()
+
+
 def answer_of(row: TraceRow) -> list[int]:
     return row.ids[row.turns > 0].tolist()
 
@@ -60,24 +64,22 @@ def training(drafter: Any, reader: RowReader, rows: list[TraceRow], K: int, coun
     """Stored states through the parallel chains that training unrolls, and the replayed walk of validation.
     greedy_answers: the traces' answers are the target's greedy ones, so that a loop gives them again."""
     said = Evidence("training", {"traces": reader.manifest["target"]["dtype"]}, drafter.draft_ids.tolist(),
-                    list(reader.manifest["layers"]), drafter.rotary.inv_freq.cpu())
+                    list(reader.manifest["layers"]) if target.layers else None, frequencies_of(drafter))
     counts = Acceptance(K)
     for row in rows:
         batch = collate([row]).to(target.device, target.dtype)
-        chains, drafted, found = Chains(batch, 1.0, 0), [], []
-        steps = unroll(drafter, drafter.fuse(batch.taps), F.pad(batch.ids[:, 1:], (0, 1)), batch.positions,
-                       UnrollMemory(chains.at, batch.starts, drafter.options.num_layers), K,
-                       choose=lambda k, output, drafted=drafted: drafted[-1], select=chains.at)
-        for output in steps:
-            found.append(drafter.logits(output).float().log_softmax(-1)[0].cpu())  # [P, D]
-            drafted.append(drafter.draft_ids[found[-1].argmax(-1).to(drafter.draft_ids.device)][None])
+        chains = Chains(batch, 1.0, 0)
+        found = [logits.float().log_softmax(-1)[0].cpu() for logits in drafter.chain_logits(batch, K)]  # [P, D] each
         at, valid = chains.at[0].tolist(), chains.valid[0]
         said.drafts |= {(row.id, t): torch.stack([step[at.index(t)] for step in found]) for t in starts_of(row, count)}
-        said.ids[row.id], said.states[row.id] = row.ids.tolist(), row.taps.float()
+        said.ids[row.id] = row.ids.tolist()
+        if target.layers:  # of a final state the traces hold those that teach alone
+            said.states[row.id] = row.taps.float()
         if greedy_answers and not row.off_policy:
             said.teacher[row.id] = answer_of(row)
         if walked(row) and greedy_answers:
-            tokens = torch.stack(drafted, dim=-1)[0].cpu()[valid.cpu()].tolist()
+            drafted = drafter.draft_ids.cpu()[torch.stack([step.argmax(-1) for step in found], dim=-1)]  # [P, K]
+            tokens = drafted[valid.cpu()].tolist()
             counts = counts + walk(tokens, answer_of(row), row.tail, K)
     if counts.drafts:
         said.acceptance["rows"] = counts
@@ -102,7 +104,7 @@ def loop(drafter: Any, target: Target, rows: list[TraceRow], prompts: dict[str, 
          max_tokens: int) -> Evidence:
     """The target's cached pass, the decoding session, and the loop itself."""
     said = Evidence("loop", {"target": target.section.dtype}, drafter.draft_ids.tolist(), list(target.layers),
-                    drafter.rotary.inv_freq.cpu())
+                    frequencies_of(drafter))
     for row in rows:
         ids = row.ids[None].to(target.device)
         positions = torch.arange(ids.shape[1], device=target.device)[None]
@@ -148,10 +150,10 @@ def greedy(logits: Tensor, row: TraceRow) -> tuple[list[int], list[float]]:
 def second_reader(folder: Path, layout: str, target: Target, rows: list[TraceRow], prompts: dict[str, list[int]],
                   K: int, count: int, max_tokens: int) -> Evidence:
     """The exported files, read by plain torch over transformers' own forward pass."""
-    drafter = ReadDrafter(folder, target.model)
+    drafter = open_reader(folder, target.model)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     said = Evidence(f"reader of {layout}", {"export": config["torch_dtype"]}, list(drafter.target_ids),
-                    list(drafter.layers), drafter.frequencies.cpu())
+                    list(drafter.layers), None if drafter.frequencies is None else drafter.frequencies.cpu())
     for row in rows:
         ids = row.ids.tolist()
         tokens, taps = read_target(target.model, ids, drafter.layers)

@@ -1,4 +1,5 @@
-"""Size, training and drafting of an EAGLE-3 drafter in numbers: what drafters/eagle3.py does, counted. Arithmetic only.
+"""Size, training and drafting of a drafter in numbers: what drafters/eagle3.py and medusa.py do, counted. Arithmetic
+only.
 
 Step 0 of the unroll computes for every position the fused state, all of every layer but the last, and the last one's
 keys and values; queries and MLP of the last layer, and the head, are computed for positions that carry loss, in every
@@ -83,6 +84,40 @@ class DraftSize:
     def borrowed(self) -> int:
         """Numbers of the target that training holds: its embedding and its head over the draft vocabulary."""
         return self.vocab * self.hidden + self.teacher
+
+    def moved(self, depth: int) -> int:
+        """Weights that pass the memory in a micro-batch of so many steps, each of which passes all of them."""
+        return self.parameters * (depth + 1)
+
+
+@dataclass(frozen=True)
+class MedusaSize(DraftSize):
+    """Medusa heads (drafters/medusa.py) in the same terms: a step is a head's residual blocks and its projection.
+    `train_head`: each head has a projection of its own; there is no attention, no taps are fused."""
+
+    count: int = 1  # K
+    blocks: int = 1  # of a head
+
+    fuse = every = 0
+
+    @property
+    def block(self) -> int:
+        return self.blocks * self.hidden**2
+
+    @property
+    def parameters(self) -> int:
+        return self.count * (self.blocks * (self.hidden**2 + self.hidden) + self.train_head * self.head)
+
+    @property
+    def trained(self) -> int:
+        return self.parameters
+
+    @property
+    def borrowed(self) -> int:
+        return self.teacher
+
+    def moved(self, depth: int) -> int:
+        return self.parameters
 
 
 def worked(spans: list[float], depth: int, share: float = 1.0) -> list[float]:

@@ -213,6 +213,15 @@ class Tree:
 
 
 @dataclass
+class Typical:
+    """Medusa's typical acceptance, for eval.acceptance: typical (docs/decoding.md). It is lossy."""
+
+    temperature: PositiveFloat = opt(0.7, "temperature of the target's distribution")
+    epsilon: Share = opt(0.09, "a token more probable than this is typical enough")
+    delta: NonNegativeFloat = opt(0.3, "where the target is unsure, delta * exp(-entropy) is enough")
+
+
+@dataclass
 class EvalSet:
     name: str = opt("", "its name in the report; empty is made from kind, path or data set")
     kind: Literal["builtin", "humaneval", "jsonl", "json", "parquet", "csv", "text", "log", "hub"] = opt(
@@ -247,6 +256,10 @@ class Eval:
     choose: Literal["given", "chain", "tree"] = opt(
         "given", "given: draft as the fields say; chain, tree: the fastest by measured costs and ranks, chains up to "
                  "eval.draft_length, trees up to eval.tree.total nodes and eval.tree.top_k guesses (docs/decoding.md)")
+    acceptance: Literal["exact", "typical"] = opt(
+        "exact", "exact: the text is the target's own. typical: tokens that the target finds typical are accepted "
+                 "too: LOSSY, and the report says so (docs/decoding.md)")
+    typical: Typical = field(default_factory=Typical)
     confidence: Share = opt(0.0, "a chain ends behind a token that is less probable under the drafter; 0 is off")
     max_tokens: PositiveInt = opt(64, "longest answer, in tokens")
     batch_size: PositiveInt = opt(16, "rows decoded together where acceptance is counted")
@@ -267,7 +280,8 @@ class Eval:
 
 @dataclass
 class Export:
-    formats: list[str] = opt(["native"], "layouts to write, of native and speculators (docs/export.md)")
+    formats: list[str] = opt(["native"], "layouts to write, those of the drafter's kind: native and speculators, or "
+                                           "medusa and medusa-original (docs/export.md)")
     engines: list[Literal["vllm", "sglang", "tensorrt-llm"]] = opt(
         ["vllm"], "engines that must serve the drafter as it was trained: each refuses what it would serve otherwise")
     dtype: Literal["float32", "bfloat16", "float16"] = opt("float32", "precision of the exported tensors")

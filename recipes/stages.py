@@ -178,7 +178,7 @@ def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section
     a_row = draft.mean_train_flops(size, length, spans, section.unroll, section.share)
     depth = max(steps for _, steps in section.unroll)
     micro = ceil(section.epochs * learnt / ranks / section.batch_rows)
-    moved = 3 * 4 * size.parameters * (depth + 1)  # weights and their gradients pass the memory in each step
+    moved = 3 * 4 * size.moved(depth)  # weights and their gradients pass the memory in each step
     busy = micro * (section.batch_rows * a_row / speed.flops + moved / speed.bandwidth
                     + 3 * (depth + 1) * speed.layer_s)
     forward = draft.forward_flops(size, length, draft.worked([load.answer], section.validation_length))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import call, chat_tokenizer, conversations, llama, load_target
+from tiny_medusa import medusa_run
 from tiny_run import tiny_run
 
 from data.backends.base import Losses
@@ -140,3 +141,26 @@ def test_vllm_serves_the_export(tmp_path, monkeypatch, capsys):
     proof.write_text(json.dumps(json.loads(proof.read_text()) | {"files": ship.digests(path.parent)}))
     assert call(serve_check.COMMAND, made.recipe, "--python", str(PYTHON), "--http", "false") == 1
     assert "the engine accepts [0.0, 0.0, 0.0] by position" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+def test_vllm_serves_medusa_heads(tmp_path, monkeypatch, capsys, projection):
+    """Cases 12, 13, 56, 59: the heads with a draft vocabulary, served by vLLM's own method: its greedy ids, the
+    report's acceptance to the count; a token_map that names other tokens is noticed."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made = medusa_run(tmp_path, {"projection": projection})
+    assert call(ship.COMMAND, made.recipe) == 0 == call(eval_run.COMMAND, made.recipe)
+    assert call(serve_check.COMMAND, made.recipe, "--python", str(PYTHON)) == 0, capsys.readouterr().err
+    found = json.loads((made.run / "serve" / "report.json").read_text())
+    assert found["greedy_equal"] and len(found["checks"]) == 2
+    for row in found["checks"]:
+        assert row["per_position"] == found["per_position_report"]
+        assert (row["per_position"][2] > 0) == (projection == "own")
+    if projection == "own":
+        path = made.run / "export" / "medusa" / "model.safetensors"
+        tensors = load_file(path)
+        save_file(tensors | {"token_map": tensors["token_map"].roll(1)}, path)
+        proof = made.run / "export" / "medusa-check.json"
+        proof.write_text(json.dumps(json.loads(proof.read_text()) | {"files": ship.digests(path.parent)}))
+        assert call(serve_check.COMMAND, made.recipe, "--python", str(PYTHON), "--http", "false") == 1
+        assert "the engine accepts [0.0, 0.0, 0.0] by position" in capsys.readouterr().err

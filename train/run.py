@@ -20,6 +20,7 @@ from drafters.placement import on_one_process
 from drafters.registry import options_of, require_training
 from drafters.target import Target
 from drafters.tensor_parallel import ShardedTarget
+from eval.plans import check_longest
 from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError
 from recipes.files import alone, write_json
@@ -98,6 +99,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     reader = with_states(rows, recipe.trace, folder, target)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
     begun = begin(recipe.drafter, target, counts, recipe.train.seed)
+    check_longest(recipe.train.validation_draft_length, begun.drafter, "train.validation_draft_length")
     for note in begun.notes:
         accelerator.print(note)
     origin = {"model": recipe.target.model, "fingerprint": target.fingerprint()}

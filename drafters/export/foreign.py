@@ -64,17 +64,18 @@ class Imported:
 
     layout: str
     kind: str
-    options: dict[str, Any]  # of STRUCTURE, as far as the folder says them
-    unsaid: dict[str, str]  # the rest of STRUCTURE: why the folder leaves it open
-    shape: dict[str, Any]  # drafters.layers.Shape; target_layers None where the folder does not say
-    layers: list[int] | None  # entering; None: what engines take, target.default_layers
+    options: dict[str, Any]  # those that a checkpoint of this kind fixes, as far as the folder says them
+    unsaid: dict[str, str]  # the rest of those: why the folder leaves it open
+    shape: dict[str, Any]  # the kind's own Shape; target_layers None where the folder does not say
+    layers: list[int] | None  # entering, empty where it reads none; None: what engines take, target.default_layers
     ids: Tensor  # [D] target id of each row of the head
     tensors: dict[str, Tensor]  # native names, the head among them where the folder has one
     places: dict[str, str]  # field of the shape, and `layers`: where the folder says it
     embedding: Tensor | None = None  # [V, H] where the folder has one
-    head: str = "own"  # own, or what serves as the head: the target's `head` or its `embedding`
+    head: str = "own"  # own, or what serves as the head: the target's `head` or its `embedding`; many: lm_heads.*
     target: dict[str, Any] = field(default_factory=dict)  # model and fingerprint, of this project's own checkpoints
     notes: list[str] = field(default_factory=list)  # what was filled in
+    carried: Tensor | None = None  # [D, H] rows of the target's head, where the folder has them for all heads
 
 
 def from_native(config: dict[str, Any], tensors: dict[str, Tensor]) -> Imported:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from drafters.export import check, check_speculators
-from drafters.export.foreign import Imported, from_native
-from drafters.export.native import native_config, native_tensors
+from drafters.export import check, check_medusa, check_speculators, medusa
+from drafters.export.foreign import STRUCTURE, Imported, from_native
+from drafters.export.native import VARIANTS, check_meta, native_config, native_tensors
 from drafters.export.speculators import from_speculators, speculators_config, speculators_tensors
 
 
@@ -22,15 +23,36 @@ class Served:
     embedding: Tensor | None = None  # [V, H], the target's
     architectures: list[str] = field(default_factory=list)  # of the target's config.json
     drafted: int = 3  # tokens a cycle that engines draft unless told otherwise
+    head: Tensor | None = None  # [V, H], the target's
 
 
 Meta, Tensors = dict[str, Any], dict[str, Tensor]
 
 
+Pair = tuple[str, Any, Any]
+
+
+def said_by_flags(origin: dict[str, Any], keys: dict[str, Any]) -> Iterator[Pair]:
+    """What provenance.json and config.json say of an EAGLE-3 drafter: (what, there, here)."""
+    options = origin["options"]
+    yield "layers", origin.get("layers"), keys.get("eagle_aux_hidden_state_layer_ids")
+    yield "options.num_layers", options.get("num_layers", 1), keys.get("num_hidden_layers")
+    for flag, (option, on, _) in VARIANTS.items():
+        yield f"options.{option}", options.get(option) == on, bool(keys.get(flag))
+
+
+def said_by_options(origin: dict[str, Any], keys: dict[str, Any]) -> Iterator[Pair]:
+    """The same of Medusa heads, whose `flat` keys are options."""
+    for option in medusa.STRUCTURE:
+        if option in keys:
+            yield f"options.{option}", origin["options"].get(option), keys[option]
+
+
 @dataclass(frozen=True)
 class Layout:
     """One layout. `config` and `tensors` are pure; `back` is their inverse; `flat` gives the keys of its config.json
-    under their native names; `violations` yields a sentence for every fault of a folder."""
+    under their native names; `violations` yields a sentence for every fault of a folder; `said` what provenance.json
+    and the flat keys must say alike."""
 
     config: Callable[[Meta, str, Served], dict[str, Any]]
     tensors: Callable[[Tensors, Meta, str, Served], Tensors]
@@ -38,6 +60,18 @@ class Layout:
     flat: Callable[[dict[str, Any]], dict[str, Any]]
     violations: Callable[[Path], Iterator[str]]
     carries_embedding: bool
+    kind: str = "eagle3"  # of the drafters that it is for
+    weights: str = "model.safetensors"
+    check_meta: Callable[[Meta], None] = check_meta  # ConfigError for a checkpoint that it has no form for
+    structure: tuple[str, ...] = STRUCTURE[2:]  # options that must come back, besides sizes
+    said: Callable[[dict[str, Any], dict[str, Any]], Iterator[Pair]] = said_by_flags
+
+
+def of_medusa(layout: str) -> dict[str, Any]:
+    """What both layouts of Medusa heads have."""
+    return {"flat": check_medusa.flat, "violations": partial(check_medusa.violations, layout),
+            "carries_embedding": False, "kind": "medusa", "weights": medusa.WEIGHTS[layout],
+            "check_meta": medusa.check_meta, "structure": medusa.STRUCTURE, "said": said_by_options}
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -49,4 +83,17 @@ LAYOUTS: dict[str, Layout] = {
         lambda meta, dtype, served: speculators_config(meta, dtype, served.architectures, served.drafted),
         lambda state, meta, dtype, served: speculators_tensors(state, meta, dtype, served.embedding),
         from_speculators, check_speculators.flat, check_speculators.violations, carries_embedding=True),
+    medusa.VLLM: Layout(
+        lambda meta, dtype, served: medusa.vllm_config(meta, dtype, served.drafted),
+        lambda state, meta, dtype, served: medusa.vllm_tensors(state, meta, dtype, served.head),
+        medusa.from_vllm, **of_medusa(medusa.VLLM)),
+    medusa.ORIGINAL: Layout(
+        lambda meta, dtype, served: medusa.original_config(meta, dtype, served.drafted),
+        lambda state, meta, dtype, served: medusa.original_tensors(state, meta, dtype, served.head),
+        medusa.from_original, **of_medusa(medusa.ORIGINAL)),
 }
+
+
+def layouts_of(kind: str) -> list[str]:
+    """The layouts of a kind of drafter."""
+    return [name for name, layout in LAYOUTS.items() if layout.kind == kind]

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from drafters.export.engines import ENGINES, serving, since
+from drafters.export.engines import ENGINES, method_of, serving, since
 from drafters.export.native import engine_layer_ids
 
 UNNAMED = "TARGET"  # stands for a target that only this machine has under its name
@@ -47,9 +47,9 @@ def target_reference(model: str) -> str:
     return model if HUB_ID.fullmatch(model) and not Path(model).exists() else UNNAMED
 
 
-def speculative_config(drafter: str, drafted: int) -> str:
+def speculative_config(drafter: str, drafted: int, layout: str = "native") -> str:
     """vLLM's `--speculative-config`, which Dynamo's vLLM backend takes too."""
-    return json.dumps({"method": "eagle3", "model": drafter, "num_speculative_tokens": drafted,
+    return json.dumps({"method": method_of(layout), "model": drafter, "num_speculative_tokens": drafted,
                        "draft_tensor_parallel_size": 1})
 
 
@@ -88,7 +88,7 @@ def dynamo_yaml(deployment: Deployment, workers: dict[str, tuple[str, list[str]]
                 "podTemplate": {"spec": {"containers": [{"name": "main", "image": IMAGE, **container}]}}}
 
     arguments = ["--model", deployment.target, "--speculative-config",
-                 speculative_config(deployment.drafter, deployment.drafted)]
+                 speculative_config(deployment.drafter, deployment.drafted, deployment.layout)]
     components = [component("Frontend", "frontend", {})]
     for name, (kind, more) in workers.items():
         components.append(component(name, kind, {
@@ -117,7 +117,7 @@ if [ "$target" = {unnamed} ]; then
 fi
 speculative() {{
   python3 -c 'import json, sys
-print(json.dumps({{"method": "eagle3", "model": sys.argv[1], "num_speculative_tokens": int(sys.argv[2]),
+print(json.dumps({{"method": "{method}", "model": sys.argv[1], "num_speculative_tokens": int(sys.argv[2]),
                   "draft_tensor_parallel_size": 1}}))' "$here" "$drafted"
 }}
 refuse() {{ echo "serve.sh: not with this drafter: $1" >&2; exit 2; }}
@@ -157,7 +157,7 @@ BASE = {"dynamo": "vllm", "dynamo-disaggregated": "vllm"}  # whose loader a laun
 def serve_script(deployment: Deployment) -> str:
     """serve.sh. The drafter is the folder that the script lies in."""
     refusals = deployment.refusals
-    settings = shlex.quote(json.dumps(tensorrt_settings(deployment)))
+    settings = "" if refusals["tensorrt-llm"] else shlex.quote(json.dumps(tensorrt_settings(deployment)))
     cases = []
     for name, body in CASES.items():
         reasons = refusals[BASE.get(name, name)]
@@ -165,13 +165,13 @@ def serve_script(deployment: Deployment) -> str:
             tensorrt=settings, transfer=shlex.quote(TRANSFER))
         cases.append(f"  {name})\n{text}")
     return SCRIPT.format(target=shlex.quote(deployment.target), unnamed=UNNAMED, drafted=int(deployment.drafted),
-                         cases="\n".join(cases))
+                         method=method_of(deployment.layout), cases="\n".join(cases))
 
 
 SERVE = """# Serving this drafter
 
 Target: `{target}`. It was trained on exactly this model: another one, or a fine-tuned one, lowers acceptance.
-{named}{drafted} tokens are drafted a cycle; another number needs no new export.
+{named}{drafted} tokens are drafted a cycle; {most} needs no new export.
 `bash serve.sh ENGINE{argument}` starts an engine that is installed, with the folder of serve.sh as the drafter.
 """
 OTHERS = """
@@ -179,6 +179,11 @@ OTHERS = """
 
 Not with this drafter: an engine would refuse it, or load it without a message and accept far fewer tokens.
 
+"""
+REPOSITORY = """
+## The original repository
+
+medusa_lm_head.safetensors holds the state of its `medusa_head`, and config.json what its `MedusaConfig` reads.
 """
 HEADINGS = {
     "vllm": """
@@ -209,7 +214,9 @@ def serve_text(deployment: Deployment) -> str:
     target, drafted = shlex.quote(deployment.target), deployment.drafted
     unnamed = deployment.target == UNNAMED
     here = deployment.drafter == HERE
-    text = SERVE.format(target=deployment.target, drafted=drafted, argument=f" {UNNAMED}" if unnamed else "",
+    heads = deployment.keys.get("heads")  # a token more than heads would come from one that was never trained
+    most = f"another number up to {heads}, one for each head," if heads else "another number"
+    text = SERVE.format(target=deployment.target, drafted=drafted, most=most, argument=f" {UNNAMED}" if unnamed else "",
                         named=(f"{UNNAMED} stands for its folder. " * unnamed + f"{HERE} is this folder. " * here))
     own = ""
     if deployment.layout == "speculators" and not unnamed:
@@ -221,9 +228,12 @@ def serve_text(deployment: Deployment) -> str:
             continue
         text += HEADINGS[name].format(target=target, drafted=drafted, verified=drafted + 1, own=own,
                                       drafter=shlex.quote(deployment.drafter),
-                                      config=shlex.quote(speculative_config(deployment.drafter, drafted)))
+                                      config=shlex.quote(speculative_config(deployment.drafter, drafted,
+                                                                            deployment.layout)))
         if recent := since(name, deployment.keys):
             text += f"\nNeeds a version of {ENGINES[name].title} that has {'; '.join(recent)}.\n"
+    if deployment.layout == "medusa-original":
+        text += REPOSITORY
     if refused:
         text += OTHERS + "".join(f"- {reason}\n" for reason in refused)
     return text

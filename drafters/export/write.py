@@ -1,4 +1,4 @@
-"""Writes a trained EAGLE-3 checkpoint in a layout of engines: everything is checked before it gets its name."""
+"""Writes a trained checkpoint in a layout of engines: everything is checked before it gets its name."""
 
 import os
 import re
@@ -13,9 +13,8 @@ from torch import Tensor
 from drafters import vocab
 from drafters.checkpoint import META, WEIGHTS, read_meta, read_tensors
 from drafters.export.check import read_config
-from drafters.export.foreign import STRUCTURE
 from drafters.export.layouts import LAYOUTS, Layout, Served
-from drafters.export.native import DTYPES, VARIANTS, canonical_rope, check_meta, layers_of
+from drafters.export.native import DTYPES, canonical_rope, layers_of
 from drafters.export.serving import FILES, HERE, Deployment, serving_files, target_reference
 from drafters.export.tensor_check import is_size
 from recipes.errors import ConfigError, RunError
@@ -24,6 +23,7 @@ from recipes.files import sha256_file, sync_folder, write_bytes, write_json, wri
 WEIGHT_FILE, CONFIG, ORIGIN = "model.safetensors", "config.json", "provenance.json"
 FORMAT = "drafthouse.export/1"
 EXPORTED = (WEIGHT_FILE, CONFIG, ORIGIN, *FILES)
+TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa"}
 
 
 def export_native(checkpoint: Path, out: Path, dtype: str, expected_layers: list[int],
@@ -42,17 +42,17 @@ def export_layout(name: str, checkpoint: Path, out: Path, dtype: str, served: Se
     other layers or another target (cases 04, 36) or a check of the written files fails (case 03).
     """
     layout, meta = LAYOUTS[name], read_meta(checkpoint)
-    check_meta(meta)
+    layout.check_meta(meta)
     state = read_tensors(checkpoint)
     same_origin(checkpoint, meta, served.layers, served.fingerprint)
     config = layout.config(meta, dtype, served)
     partial, earlier = (out.with_name(f".{out.name}.{suffix}") for suffix in ("partial", "earlier"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    recover(out, partial, earlier)
+    recover(out, partial, earlier, layout.weights)
     partial.mkdir()
     try:
         tensors = layout.tensors(state, meta, dtype, served)
-        write_bytes(partial / WEIGHT_FILE, save(tensors, metadata={"format": "pt"}))
+        write_bytes(partial / layout.weights, save(tensors, metadata={"format": "pt"}))
         write_json(partial / CONFIG, config)
         write_json(partial / ORIGIN, provenance(name, meta, dtype, sha256_file(checkpoint / WEIGHTS)))
         deployment = Deployment(target_reference(meta["target"]["model"]), HERE, name, layout.flat(config),
@@ -84,7 +84,8 @@ def check_folder(folder: Path, layout: str) -> None:
     found = [*LAYOUTS[layout].violations(folder), *origin_violations(folder, layout)]
     if found:
         listed = "\n".join(f"  - {each}" for each in found)
-        raise RunError(f"{folder}: not a servable {layout} EAGLE-3 export; mend and export again:\n{listed}")
+        title = TITLES[LAYOUTS[layout].kind]
+        raise RunError(f"{folder}: not a servable {layout} {title} export; mend and export again:\n{listed}")
 
 
 def origin_violations(folder: Path, layout: str) -> list[str]:
@@ -93,15 +94,12 @@ def origin_violations(folder: Path, layout: str) -> list[str]:
         config, origin = read_config(folder / CONFIG), read_config(folder / ORIGIN)
     except ConfigError as error:
         return [str(error)]
-    keys = LAYOUTS[layout].flat(config)
+    of, keys = LAYOUTS[layout], LAYOUTS[layout].flat(config)
     pairs = {"format": (origin.get("format"), FORMAT), "layout": (origin.get("layout"), layout),
-             "layers": (origin.get("layers"), keys.get("eagle_aux_hidden_state_layer_ids")),
              "dtype": (origin.get("dtype"), keys.get("torch_dtype"))}
     options, target = (origin[key] if isinstance(origin.get(key), dict) else {} for key in ("options", "target"))
-    pairs["options.num_layers"] = options.get("num_layers", 1), keys.get("num_hidden_layers")
-    for flag, (option, on, _) in VARIANTS.items():
-        pairs[f"options.{option}"] = options.get(option) == on, bool(keys.get(flag))
-    formed = {"kind": origin.get("kind") == "eagle3", "options": bool(options),
+    pairs |= {what: (there, here) for what, there, here in of.said(origin | {"options": options}, keys)}
+    formed = {"kind": origin.get("kind") == of.kind, "options": bool(options),
               "target": bool(target.get("model")) and bool(target.get("fingerprint")),
               "target_layers": is_size(origin.get("target_layers")),
               "checkpoint_sha256": bool(re.fullmatch("[0-9a-f]{64}", str(origin.get("checkpoint_sha256"))))}
@@ -110,7 +108,7 @@ def origin_violations(folder: Path, layout: str) -> list[str]:
                           for key, (said, found) in pairs.items() if said != found]
 
 
-def recover(out: Path, partial: Path, earlier: Path) -> None:
+def recover(out: Path, partial: Path, earlier: Path, weights: str = WEIGHT_FILE) -> None:
     """Clears what a killed export left, and puts the earlier export back where it was already moved away.
 
     Raises ConfigError where `out` holds something that is no export, so that nothing else is ever deleted.
@@ -121,7 +119,7 @@ def recover(out: Path, partial: Path, earlier: Path) -> None:
         os.replace(earlier, out)
     if earlier.exists():
         shutil.rmtree(earlier)
-    is_export = all((out / name).is_file() for name in (WEIGHT_FILE, CONFIG, "SERVE.md"))
+    is_export = all((out / name).is_file() for name in (weights, CONFIG, "SERVE.md"))
     if out.exists() and not is_export:
         raise ConfigError(f"{out}: exists and is no earlier export; move it away or choose another folder")
 
@@ -149,13 +147,15 @@ def same_drafter(folder: Path, layout: Layout, meta: dict[str, Any], state: dict
                  served: Served) -> None:
     """Reads the written folder back by the layout's inverse. Raises RunError naming tensors that are not the trained
     ones or the target's own, bit for bit (case 03), and settings that came back as others."""
-    found = layout.back(read_config(folder / CONFIG), load_file(folder / WEIGHT_FILE))
+    found = layout.back(read_config(folder / CONFIG), load_file(folder / layout.weights))
     written = found.tensors | dict(zip(("d2t", "t2d"), vocab.maps(found.ids, meta["shape"]["vocab_size"])))
     expected = dict(state)
     if layout.carries_embedding:
         expected["embed_tokens.weight"] = served.embedding
     if found.embedding is not None:
         written["embed_tokens.weight"] = found.embedding
+    if found.carried is not None:
+        written["the target's head"], expected["the target's head"] = found.carried, served.head[found.ids]
     wrong = [f"{name} is in only one of the two" for name in sorted(written.keys() ^ expected.keys())]
     for name in sorted(written.keys() & expected.keys()):
         trained = expected[name].cpu()
@@ -166,9 +166,11 @@ def same_drafter(folder: Path, layout: Layout, meta: dict[str, Any], state: dict
             wrong.append(f"{name} differs")
     options = meta["options"] | {"num_layers": layers_of(meta)}
     said = {"layers": (found.layers, meta["layers"])}
-    said |= {key: (found.options.get(key), options[key]) for key in STRUCTURE[2:]}
-    shape = meta["shape"] | {"rope_parameters": canonical_rope(meta["shape"])}
+    said |= {key: (found.options.get(key), options[key]) for key in layout.structure}
+    shape = dict(meta["shape"])
+    if "rope_parameters" in shape:
+        shape["rope_parameters"] = canonical_rope(shape)
     said |= {key: (found.shape[key], value) for key, value in shape.items() if key != "target_layers"}
     wrong += [f"{key} reads back as {back!r}, trained as {own!r}" for key, (back, own) in said.items() if back != own]
     if wrong:
-        raise RunError(f"{WEIGHT_FILE}: not the trained tensors: {'; '.join(wrong)}; export again")
+        raise RunError(f"{layout.weights}: not the trained tensors: {'; '.join(wrong)}; export again")
