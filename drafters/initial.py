@@ -5,12 +5,13 @@ is trained comes from the recipe. V target vocabulary, D draft vocabulary, H hid
 """
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafters import vocab
+from drafters import checkpoint, vocab
 from drafters.export.foreign import Imported
 from drafters.registry import entry, options_of
 from drafters.source import FIELD, find, read
@@ -41,9 +42,10 @@ def begin(section: Section, target: Target, counts: dict[int, int], seed: int) -
     if not section.init_from:
         return Start(entry(section.kind).code.build(options, target, counts, seed), options)
     folder = find(section.init_from)
+    if (folder / checkpoint.META).is_file():
+        same_kind(checkpoint.read_meta(folder)["kind"], section, folder)
     found, digest = read(folder)
-    if found.kind != section.kind:
-        raise ConfigError(f"{folder}: a drafter of kind {found.kind}, but drafter.kind = {section.kind}")
+    same_kind(found.kind, section, folder)
     layers = check_fit(found, target, str(folder))
     stated = {key: value for key, value in asdict(options).items() if key in section.options}
     chosen = resolve(found, stated, target, section.vocabulary, str(folder))
@@ -55,6 +57,11 @@ def begin(section: Section, target: Target, counts: dict[int, int], seed: int) -
     notes = [f"starting from {folder} ({found.layout} layout), layers {layers}, {size} draft tokens, {new} of them new",
              *found.notes, *other_target(found, target)]
     return Start(drafter, options, {"sha256": digest, "vocabulary": section.vocabulary}, notes)
+
+
+def same_kind(kind: str, section: Section, folder: Path) -> None:
+    if kind != section.kind:
+        raise ConfigError(f"{folder}: a drafter of kind {kind}, but drafter.kind = {section.kind}")
 
 
 def drafter_of(found: Imported, ids: Tensor, layers: list[int], options: Any, target: Target, longer: bool) -> Any:

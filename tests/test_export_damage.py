@@ -1,4 +1,4 @@
-"""Every key of an export dropped, renamed, reshaped, zeroed in turn, in both layouts: every damage is refused."""
+"""Every key of an EAGLE-3 export dropped, renamed, reshaped, zeroed in turn, in both layouts: all damage is refused."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def refused(out, layout, named, config=None, tensors=None):
     assert named in str(error.value), f"{named} not in {error.value}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_round_trip(tmp_path, layout, dtype):
     """Cases 03, 46: read back by the layout's inverse and written again, an export is the same, bit for bit; in
@@ -94,7 +94,7 @@ def changed(config, path, change):
 
 @pytest.mark.parametrize("options", [{}, {"tap_norms": True, "feedback": "post_norm", "norm_before_residual": True}],
                          ids=["plain", "every flag"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMES)
 def test_every_config_key(tmp_path, layout, options):
     """Cases 04, 32, 47: a key of config.json that is dropped, renamed or emptied is refused, flags that no tensor shows
     among them."""

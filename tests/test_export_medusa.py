@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_export_damage import EMPTY, changed, paths
 from test_ship import start
 from tiny import call
 from tiny_medusa import FORMATS, medusa_run
@@ -196,6 +197,44 @@ def test_damaged_exports_of_the_original_layout_are_refused(tmp_path, damage, me
         check_folder(out, "medusa-original")
 
 
+@pytest.mark.parametrize("layout", NAMES)
+def test_every_key_and_tensor(tmp_path, layout):
+    """Cases 03, 04, 13, 18, 46, 47: what is exported twice is the same, byte for byte; any key of config.json or
+    provenance.json, and any tensor, that is dropped, renamed or emptied is refused."""
+    full = layout == "medusa-original"
+    out = exported(tmp_path, layout, full=full)
+    first = {p.name: p.read_bytes() for p in out.iterdir()}
+    exported(tmp_path, layout, full=full)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == first
+    config, origin = (json.loads(first[name]) for name in ("config.json", "provenance.json"))
+    tensors = load_file(out / NAMES[layout])
+    named = {"dropped": lambda node, key: node.pop(key), "renamed": lambda node, key: node.update(x=node.pop(key)),
+             "emptied": lambda node, key: node.update({key: EMPTY[type(node[key])]})}
+
+    def refused(what: str) -> None:
+        try:
+            check_folder(out, layout)
+        except RunError:
+            return
+        pytest.fail(f"{what} passes")
+
+    for how, change in named.items():
+        for path in paths(config):
+            (out / "config.json").write_text(json.dumps(changed(config, path, change)))
+            refused(f"config.json: {'.'.join(path)} {how}")
+        (out / "config.json").write_bytes(first["config.json"])
+        for key in origin if how != "emptied" else ():
+            (out / "provenance.json").write_text(json.dumps(changed(origin, (key,), change)))
+            refused(f"provenance.json: {key} {how}")
+        (out / "provenance.json").write_bytes(first["provenance.json"])
+    for name, whole in tensors.items():
+        rest = {n: t for n, t in tensors.items() if n != name}
+        for what, damaged in (("dropped", {}), ("renamed", {f"{name}x": whole}), ("longer", {
+                name: torch.cat([whole, whole[:1]])}), ("double", {name: whole.double()})):
+            save_file(rest | damaged, out / NAMES[layout])
+            refused(f"{name} {what}")
+
+
 def test_strays_and_other_origins_are_refused(tmp_path):
     """Case 36: provenance.json is of this export; a second weight file beside it is named."""
     out = exported(tmp_path)
@@ -336,6 +375,7 @@ def test_other_layouts_are_refused_by_name(base, capsys):
     assert "has no place for a draft vocabulary" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("base", ["own"], indirect=True)
 def test_doctor_finds_training_loop_and_reader_in_agreement(base, capsys):
     """Every stage that heads have agrees; projections that were moved in the export are named."""
     assert call(ship.COMMAND, base.recipe) == 0

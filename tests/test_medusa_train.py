@@ -110,7 +110,7 @@ def test_train_export_and_eval_from_end_to_end(trained, capsys):
     report = json.loads((trained.run / "eval" / "report.json").read_text())
     assert violations(report, SCHEMA) == [] and report["drafter"]["kind"] == "medusa"
     assert report["total"]["lossless"]["greedy"]["mismatches"] == 0 and report["total"]["acceptance"]["rate"] > 0
-    capsys.readouterr()
+    assert report["settings"]["lossy"] is False and "LOSSY" not in capsys.readouterr().out + json.dumps(report)
     out = trained.run / "export" / "medusa-original"
     assert call(eval_run.COMMAND, trained.recipe, "--name", "theirs", "--drafter.path", str(out)) == 0
     theirs = json.loads((trained.run.parent / "theirs" / "eval" / "report.json").read_text())

@@ -42,7 +42,8 @@ def said_by_flags(origin: dict[str, Any], keys: dict[str, Any]) -> Iterator[Pair
 
 
 def said_by_options(origin: dict[str, Any], keys: dict[str, Any]) -> Iterator[Pair]:
-    """The same of Medusa heads, whose `flat` keys are options."""
+    """The same of Medusa heads, which tap nothing and whose `flat` keys are options."""
+    yield "layers", origin.get("layers"), []
     for option in medusa.STRUCTURE:
         if option in keys:
             yield f"options.{option}", origin["options"].get(option), keys[option]
