@@ -18,7 +18,7 @@ from recipes.draft_cost import DraftSize
 from recipes.model_shape import ModelShape
 
 OVERLAP = 3.0  # exponent of the norm that joins moving and computing: engines hide most of the shorter one
-SEQUENTIAL = ("eagle3", "mtp", "model", "layer_cut")  # one pass a draft token
+SEQUENTIAL = ("eagle3", "mtp", "model")  # one pass a draft token
 KINDS = (*SEQUENTIAL, "parallel", "medusa", "lookup", "none")
 
 
@@ -62,13 +62,12 @@ class Place:
 @dataclass(frozen=True)
 class Draft:
     """How tokens are drafted. `size` of an EAGLE-3 or parallel drafter; `model` of a standalone one; `bits` its
-    weights; Medusa and MTP take what they need from the target, layer_cut its first `layers`."""
+    weights; Medusa and MTP take what they need from the target."""
 
     kind: str
     size: DraftSize | None = None
     model: ModelShape | None = None
     bits: float = 16.0
-    layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,12 +125,9 @@ def draft_seconds(draft: Draft, place: Place, c: Constants, step: Step) -> float
         H, V = place.shape.hidden, place.shape.vocab
         busy = dense_seconds(K * (H * H + H * V), rows, 0.0, draft.bits, place, c)
     elif draft.kind == "mtp":
-        one = some_layers(place.shape, 1)
+        one = one_layer(place.shape)
         first = target_seconds(replace(place, shape=one), c, rows, step.width, step.context)
         busy = first + (K - 1) * target_seconds(replace(place, shape=one), c, rows * step.topk, 1, step.context)
-    elif draft.kind == "layer_cut":
-        own = replace(place, shape=some_layers(place.shape, draft.layers))
-        busy = K * target_seconds(own, c, rows * step.topk, 1, step.context)
     else:
         own = replace(place, shape=draft.model, keep=replace(place.keep, weight_bits=draft.bits))
         busy = K * target_seconds(own, c, rows * step.topk, 1, step.context)
@@ -154,10 +150,10 @@ def _eagle_seconds(draft: Draft, place: Place, c: Constants, step: Step) -> floa
     return first + head + (0.0 if parallel else (step.K - 1) * further)
 
 
-def some_layers(shape: ModelShape, count: int) -> ModelShape:
-    """`count` mean layers of the target with its head; one is a multi-token-prediction (MTP) module."""
-    matrices = tuple(replace(m, count=m.count * count / shape.layers) for m in shape.matrices)
-    return replace(shape, layers=count, matrices=matrices, windowed=0, window=0)
+def one_layer(shape: ModelShape) -> ModelShape:
+    """A mean layer of the target with its head: a multi-token-prediction (MTP) module."""
+    matrices = tuple(replace(m, count=m.count / shape.layers) for m in shape.matrices)
+    return replace(shape, layers=1, matrices=matrices, windowed=0, window=0)
 
 
 def prompt_seconds(place: Place, c: Constants, tokens: float, rows: float = 1.0) -> float:
@@ -195,25 +191,18 @@ def tokens_per_second(draft: Draft, place: Place, c: Constants, step: Step) -> f
     return step.rows * step.kept / step_seconds(draft, place, c, step)
 
 
-def weight_read_bound(shape: ModelShape, keep: Format, bandwidth: float, rows: float, kept: float = 1.0,
-                      apart: bool = False) -> float:
+def weight_read_bound(shape: ModelShape, keep: Format, bandwidth: float, rows: float, kept: float = 1.0) -> float:
     """Tokens a second that no engine passes: the weights are read once a step at the full bandwidth, the head in the
-    layers' format. Experts: those of one token, since all rows may choose the same ones; `apart`: those that rows which
-    choose on their own need in expectation, a bound for such rows only. The embedding, of which a row reads a line, is
-    left out."""
-    return rows * kept * bandwidth * keep.ranks / weight_read_bytes(shape, keep, rows if apart else 1.0)
+    layers' format. Experts: those that `rows` tokens need in expectation (verified ones need no fewer). The embedding,
+    of which a row reads a line, is left out."""
+    return rows * kept * bandwidth * keep.ranks / weight_read_bytes(shape, keep, rows)
 
 
-def weight_read_bytes(shape: ModelShape, keep: Format, choices: float = 1.0) -> float:
-    """Bytes of weights that a step reads on all GPUs of a replica, with the experts of so many independent choices."""
-    read = sum(m.weights if not m.experts else m.weights / m.experts * experts_read(m.experts, m.chosen, Pass(choices))
+def weight_read_bytes(shape: ModelShape, keep: Format, rows: float) -> float:
+    """Bytes of weights that a step of `rows` tokens reads at least, on all GPUs of a replica."""
+    read = sum(m.weights if not m.experts else m.weights / m.experts * experts_read(m.experts, m.chosen, Pass(rows))
                for m in shape.matrices)
     return (read + shape.head) * keep.weight_bits / 8
-
-
-def product_bound(shape: ModelShape, flops: float, ranks: int) -> float:
-    """Tokens a second that no engine passes: each kept token was multiplied with every weight that it uses."""
-    return flops * ranks / shape.flops()
 
 
 def kept_of(per_position: list[float], K: int) -> float:
