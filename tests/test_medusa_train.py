@@ -18,8 +18,8 @@ from drafters.registry import FINAL, entry
 from eval import run as eval_run
 from eval import ship
 from recipes.errors import ConfigError
+from train import layer_search, script
 from train import run as train_run
-from train import script
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,11 @@ def counting(number: int, start: int) -> Conversation:
     answer = list(range(start + 1, start + 13))
     return Conversation(f"r{number}", "train" if number < 7 else "validation", [5 + number, 9, start, *answer],
                         [0] * 3 + [1] * 12, [answer[-1] + 1 + i for i in range(6)], "length")
+
+
+def test_layers_are_not_searched_for_heads_that_read_none(base, capsys):
+    assert call(layer_search.COMMAND, base.recipe) == 2
+    assert "drafter.kind = medusa: reads no layers" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from data.reader import open_rows
 from data.store import TraceReader, TraceRow
 from drafters.initial import begin
 from drafters.placement import on_one_process
-from drafters.registry import options_of
+from drafters.registry import entry, options_of
 from drafters.target import Target
 from eval.metrics import bootstrap_difference
 from eval.replay import replay
@@ -260,6 +260,8 @@ def report(rows: list[dict[str, Any]]) -> Table:
 def main(recipe: Recipe, switches: set[str], options: Any) -> None:
     section = options.search
     options_of(recipe.drafter.kind, recipe.drafter.options)  # a wrong one is named before the target is loaded
+    if entry(recipe.drafter.kind).reads != "taps":
+        raise ConfigError(f"drafter.kind = {recipe.drafter.kind}: reads no layers; there is nothing to search")
     if recipe.drafter.init_from:
         raise ConfigError("drafter.init_from: an existing drafter has its layers; leave it out of a search")
     accelerator = start(recipe.train, None)
