@@ -15,11 +15,13 @@ from drafters import unrolled
 from drafters.base import Batch
 from drafters.medusa import Medusa, Options, Shape
 from drafters.registry import FINAL, entry, options_of
-from drafters.tree import DynamicTree, StaticTree
+from drafters.tree import DynamicTree, StaticTree, chain
+from eval.adapt import measured_choice, rank_accuracies
 from eval.choice import search_tree
 from eval.decode import Decoder
 from eval.replay import replay
 from recipes.errors import ConfigError
+from recipes.schema import Eval, Tree
 
 V, H, D, K = 40, 16, 12, 3
 IDS = torch.tensor([2, 3, 5, 6, 9, 14, 15, 20, 21, 30, 33, 39])
@@ -280,6 +282,30 @@ def test_the_tree_of_measured_accuracies(run):
     straight = decoder.speculative([PROMPT, [7, 8]], run.drafter, 3)
     assert [o.tokens for o in plain] == [o.tokens for o in grown] == [o.tokens for o in straight]
     assert all(a.passes <= b.passes < len(b.tokens) - 1 for a, b in zip(grown, straight))
+
+
+def test_the_tree_is_searched_from_measured_ranks(run, monkeypatch):
+    """What `eval.choose: tree` does: perfect heads are right with their first guess at every level, so that whatever is
+    chosen for the budget begins with the chain; the chosen plan can be drafted."""
+    monkeypatch.undo()
+    plain = Decoder(run.target, 10).plain([PROMPT, [7, 8]])
+    ranks = rank_accuracies(run.target, run.drafter, [PROMPT, [7, 8]], plain, 3, 2)
+    assert ranks == [[1.0, 0.0]] * 3
+    assert search_tree(ranks, 8) == chain(3)
+    found = measured_choice(run.target, run.drafter, [PROMPT], Eval(draft_length=3, speed_tokens=8, choose="tree",
+                                                                    tree=Tree(top_k=2, total=6)))
+    assert found.plan is None or found.plan.depth <= 3
+    assert found.expected == 1.0 or found.expected == 1 + found.plan.depth
+
+
+def test_fewer_distinct_tokens_than_the_draft_vocabulary(run):
+    """Case 57: five tokens seen, sixteen wanted: sixteen distinct ids, end and special ones among them, the same again,
+    and a head for each."""
+    made = [entry("medusa").code.build(options_of("medusa", {"draft_vocab_size": 16}), run.target,
+                                       {30: 5, 31: 4, 32: 3, 33: 2, 34: 1}, seed) for seed in (0, 1)]
+    ids = made[0].draft_ids.tolist()
+    assert ids == sorted(set(ids)) == made[1].draft_ids.tolist() and len(ids) == 16
+    assert {0, 1, 2, 30, 31, 32, 33, 34} <= set(ids) and made[0].lm_heads[3].weight.shape == (16, 64)
 
 
 def test_what_heads_cannot_do_is_refused(run):
