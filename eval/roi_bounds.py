@@ -1,7 +1,8 @@
 """What physics allows of a claim: tokens a cycle, weights that are read, products, memory, whole replicas."""
 
+import math
+from dataclasses import dataclass
 from functools import partial
-from math import ceil
 
 from eval import roi_refuse as refuse
 from eval.roi_claim import Claim
@@ -58,50 +59,59 @@ def fastest_products(c: Claim) -> float:
     return max(tflops.get("fp8", 0.0) if bits >= 8 else 0.0, tflops["bfloat16"] * 16 / max(bits, NARROWEST)) * 1e12
 
 
+@dataclass(frozen=True)
+class Bound:
+    """tokens/s that no engine passes, and why. `apart`: that rows which choose experts on their own do not pass."""
+
+    most: float
+    why: str
+    apart: float = math.inf
+
+    def judge(self, about: str, rate: float) -> Finding:
+        """A rate that breaks no bound is possible, which is not to say that it was reached. One that needs rows to
+        choose the same experts cannot be judged without knowing them."""
+        verdict = IMPOSSIBLE if rate > self.most else UNSAID if rate > self.apart else POSSIBLE
+        return Finding(about, f"{rate:,.0f}", f"at most {self.most:,.0f}", verdict, self.why, self.most,
+                       4 if verdict == IMPOSSIBLE else 0)
+
+
 def rates(c: Claim) -> list[Finding]:
     """No rate above what reading the weights, and multiplying with them, allow."""
     if not c.has("model", "gpu"):
         return []
     kept, found = c.kept(), []
     if c.tok_s:
-        bound, why = bounds(c, 1.0)
-        found += judged("tokens/s, plain", c.tok_s, bound, why)
-        if bound and c.tok_s > bound and kept and not c.tok_s_after:
-            found += judged("tokens/s, if that was with a drafter", c.tok_s, *bounds(c, kept))
+        plain = bound_of(c, 1.0)
+        found.append(plain.judge("tokens/s, plain", c.tok_s))
+        if c.tok_s > plain.most and kept and not c.tok_s_after:
+            found.append(bound_of(c, kept).judge("tokens/s, if that was with a drafter", c.tok_s))
     if c.tok_s_after:
-        bound, why = bounds(c, kept)
-        found += judged("tokens/s, with the drafter", c.tok_s_after, bound, why)
-        if c.batch and not kept and c.tok_s_after <= bound:
-            found[-1] = Finding("tokens/s, with the drafter", f"{c.tok_s_after:,.0f}", "unknown", UNSAID,
-                                "needs an acceptance length, or alpha and draft_length")
+        drafted = bound_of(c, kept)
+        if c.batch and not kept and c.tok_s_after <= drafted.most:
+            found.append(Finding("tokens/s, with the drafter", f"{c.tok_s_after:,.0f}", "unknown", UNSAID,
+                                 "needs an acceptance length, or alpha and draft_length"))
+        else:
+            found.append(drafted.judge("tokens/s, with the drafter", c.tok_s_after))
     return found
 
 
-def bounds(c: Claim, kept: float | None) -> tuple[float, str]:
-    """(tokens/s that no engine passes, why) where a cycle keeps so many tokens a row. None, or no batch: products
-    alone bound it."""
+def bound_of(c: Claim, kept: float | None) -> Bound:
+    """Of a cycle that keeps so many tokens a row. None, or no batch: products alone bound it."""
     shape, keep = c.shape, c.keep
     flops = fastest_products(c)
-    most = product_bound(shape, flops, keep.ranks)
-    products = f"products at {flops / 1e12:,.0f} TFLOP/s allow {most:,.0f}"
+    products = product_bound(shape, flops, keep.ranks)
+    by_products = Bound(products, f"products at {flops / 1e12:,.0f} TFLOP/s allow {products:,.0f}")
     if not c.batch or not kept:
-        return most, products
+        return by_products
     bandwidth = c.hardware.bandwidth_tb_s * 1e12
-    read = weight_read_bound(shape, keep, bandwidth, c.batch, kept)
+    read, apart = (weight_read_bound(shape, keep, bandwidth, c.batch, kept, one) for one in (False, True))
     ms = 1e3 * weight_read_bytes(shape, keep) / bandwidth / keep.ranks
     why = f"reading the weights takes {ms:.1f} ms a step of {c.batch:g} rows"
     if kept > 1:
         why += f", which keeps at most {kept:.2f} tokens a row"
-    apart = weight_read_bound(shape, keep, bandwidth, c.batch, kept, apart=True)
     if apart < read:
-        why += f"; with the experts of one token; rows that choose experts on their own allow {apart:,.0f}"
-    return (read, why) if read <= most else (most, products)
-
-
-def judged(about: str, rate: float, bound: float, why: str) -> list[Finding]:
-    """A rate that breaks no bound is possible, which is not to say that it was reached."""
-    verdict, number = (IMPOSSIBLE, 4) if rate > bound else (POSSIBLE, 0)
-    return [Finding(about, f"{rate:,.0f}", f"at most {bound:,.0f}", verdict, why, bound, number)]
+        why += f", if all choose the same experts; rows that choose on their own allow {apart:,.0f}"
+    return Bound(read, why, apart) if read <= products else by_products
 
 
 def room(c: Claim) -> list[Finding]:
@@ -125,7 +135,7 @@ def replicas(c: Claim) -> list[Finding]:
                          "a divisor of the heads", IMPOSSIBLE)
     for name, claimed in (("GPUs before", c.gpus), ("GPUs after", c.gpus_after)):
         if claimed:
-            whole = ranks * ceil(claimed / ranks)
+            whole = ranks * math.ceil(claimed / ranks)
             found += refused(partial(refuse.split_replica, claimed / ranks, ranks), name, f"{claimed:g}", str(whole),
                              IMPOSSIBLE, whole)
     return found

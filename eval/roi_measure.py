@@ -32,7 +32,7 @@ from recipes.model_shape import shape_of
 from recipes.provenance import stamp
 from recipes.schema import Recipe
 
-UNSIZED = ("lookup", "layer_cut")  # drafters whose cost follows from the target alone
+UNSIZED = ("lookup", "layer_cut", "medusa")  # drafters whose cost follows from the target alone
 CYCLES = 8  # of one run; the first, after the prompts, is not counted
 
 
