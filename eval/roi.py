@@ -148,14 +148,14 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def check(recipe: Recipe, options: Options, words: list[str]) -> None:
-    """Judges claims; exit 1 where a figure does not hold, 2 where one rests on what the planner refuses."""
+    """Judges claims; exit 1 where a figure does not hold, 2 where one rests on what is refused or unknown."""
     wrong = refused = 0
     for claim in claims_of(words):
         found = roi_check.check(claim)
         print(*roi_check.lines(claim, found), sep="\n")
         wrong += roi_check.is_wrong(found)
         refused += roi_check.is_refused(found)
-    resting = f"{refused} of the claims rest on what is refused"
+    resting = f"{refused} of the claims rest on what is refused or unknown"
     if wrong:
         raise RunError(f"{wrong} of the claims do not hold" + (f"; {resting}" if refused else ""))
     if refused:

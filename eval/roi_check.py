@@ -8,14 +8,22 @@ from eval.roi_bounds import cycles, memory, rates, replicas, room
 from eval.roi_claim import Claim
 from eval.roi_figures import costs, end_to_end, fleet, hours, shares
 from eval.roi_finding import IMPOSSIBLE, UNSAID, WRONG, Finding
-from eval.roi_grounds import grounds
+from eval.roi_grounds import measured, moved, priced, sides
+from recipes.errors import ConfigError
 
-RULES = (costs, shares, hours, end_to_end, cycles, rates, room, fleet, replicas, memory, grounds)
+RULES = (costs, shares, hours, end_to_end, cycles, rates, room, fleet, replicas, memory, moved, sides, measured, priced)
 
 
 def check(claim: Claim) -> list[Finding]:
-    """Everything that can be said about a claim."""
-    found = [finding for rule in RULES for finding in rule(claim)]
+    """Everything that can be said about a claim. A name that nobody knows is a finding, so that the figures that do not
+    need it, and the claims behind it, are judged all the same."""
+    found, unknown = [], {}
+    for rule in RULES:
+        try:
+            found += rule(claim)
+        except ConfigError as error:
+            unknown[str(error)] = Finding("a name", "", "", UNSAID, str(error), unknown=True)
+    found += unknown.values()
     return found or [Finding("the claim", "", "", UNSAID, "no two of its figures can be held against each other")]
 
 
@@ -25,8 +33,8 @@ def is_wrong(found: list[Finding]) -> bool:
 
 
 def is_refused(found: list[Finding]) -> bool:
-    """Whether the claim rests on what may not be concluded from."""
-    return any(f.verdict == UNSAID and f.number for f in found)
+    """Whether the claim rests on what may not be concluded from, or on a name that nobody knows."""
+    return any(f.verdict == UNSAID and (f.number or f.unknown) for f in found)
 
 
 def lines(claim: Claim, found: list[Finding]) -> list[str]:

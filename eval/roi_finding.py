@@ -20,6 +20,7 @@ class Finding:
     why: str = ""
     value: float | None = None  # the corrected figure
     number: int = 0  # of the refusal
+    unknown: bool = False  # it could not be judged, since a name is not known
 
 
 def compared(about: str, claimed: float, value: float, why: str, unit: str = "{:,.3g}", exact: bool = False) -> Finding:

@@ -13,14 +13,9 @@ SPOT = {"spot", "preemptible", "interruptible", "bid"}
 YEAR_DAYS = 365.0
 
 
-def grounds(c: Claim) -> list[Finding]:
-    """Each rule speaks where the claim has what it needs."""
-    return [*moved(c), *sides(c), *measured(c), *priced(c)]
-
-
 def moved(c: Claim) -> Iterator[Finding]:
     """1: acceptance of other conditions than the traffic's."""
-    bits = c.weight_bits or (named(c.model).get("bits", 16) if c.model else None)
+    bits = c.weight_bits or (named(c.model).get("bits", 16) if c.model and c.acceptance_bits else None)
     for about, field, here, there in (
             ("domain", "domain", c.acceptance_domain, c.traffic_domain),
             ("temperature", "temperature", c.acceptance_temperature, c.traffic_temperature),

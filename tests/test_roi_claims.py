@@ -175,6 +175,13 @@ def test_figures_that_are_none(words, said):
         claims_of(words)
 
 
+def test_an_unknown_name_hides_nothing():
+    """The figures that do not need it are judged; it is named once."""
+    found = findings(CALLED | {"dollars_per_million": 9.0, "model": "gpt-5", "gpu": "H100", "batch": 8})
+    assert found["$ per million, plain"].verdict == "wrong"
+    assert "model = gpt-5: unknown" in found["a name"].why and list(found) == ["$ per million, plain", "a name"]
+
+
 def test_names_and_empty_files(tmp_path):
     """A name is what it is, whatever signs are in it; a file without a claim is an error."""
     assert claims_of(["name=a: b: c", "tok_s=5"])[0].name == "a: b: c" and claims_of(["engine=[", "tok_s=5"])
@@ -188,10 +195,10 @@ def test_names_and_empty_files(tmp_path):
 
 
 @pytest.mark.parametrize("words, code, said", [
-    (["acceptance_mode=synthetic"], 2, "1 of the claims rest on what is refused"),
+    (["acceptance_mode=synthetic"], 2, "1 of the claims rest on what is refused or unknown"),
     (["tok_s=1000", "tok_s_after=2000", "saved_share=0.9"], 1, "1 of the claims do not hold"),
     (["saved_share=0.9", "tok_s=1000", "tok_s_after=2000", "batch=8"], 1, "do not hold; 1 of the claims rest on"),
-    (["speedup=2"], 0, "")])
+    (["speedup=2"], 0, ""), (["model=gpt-5", "gpu=H100", "tok_s=5"], 2, "rest on what is refused or unknown")])
 def test_exit_codes_of_check(tmp_path, capsys, words, code, said):
     """1 where a figure is wrong, 2 where a claim must be refused, 0 where nothing is known against it."""
     (tmp_path / "r.yaml").write_text("name: w\n")
