@@ -11,14 +11,17 @@ import json
 import os
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
 
 from data.prompts import evaluation_prompts
-from eval.roi_files import Steps, Timed
+from eval.plan import read_config
+from eval.roi_engine import require_same_run, version_of
+from eval.roi_files import Steps, Timed, bits_in
 from recipes.errors import ConfigError, RunError
+from recipes.hardware import spelt
 from recipes.schema import Recipe, Server
 
 TOKENS = 96  # of each answer
@@ -83,10 +86,19 @@ def step_of(streams: list[Stream]) -> tuple[float, float, float]:
 
 
 def measure(recipe: Recipe, K: int, before: Steps | None) -> Steps:
-    """Steps of this server at each batch of `roi.batches`, added to those measured before with the same engine."""
+    """Steps of this server at each batch of `roi.batches`, added to those measured before of the same run. ConfigError
+    where those are of another engine, hardware, target or drafter."""
     section, roi = recipe.generation.server, recipe.roi
     if not roi.hardware or not (roi.model or recipe.target.model):
         raise ConfigError("roi.hardware: a server does not say what it runs on; set it, and roi.tensor_parallel")
+    name, gpu = spelt(roi.hardware, recipe.plan.custom, "roi.hardware")
+    own = {} if roi.model else {"config": read_config(recipe)}
+    target = {"model": roi.model or recipe.target.model, "weight_bits": roi.weight_bits, **own}
+    target["weight_bits"] = bits_in(target)
+    fresh = Steps(profile="engine", engine={"name": section.kind, "model": section.model, **version_of(section)},
+                  hardware={"name": name, **(asdict(gpu) if name in recipe.plan.custom else {})},
+                  tensor_parallel=roi.tensor_parallel, target=target, drafter={"kind": recipe.drafter.kind})
+    require_same_run(before, fresh)
     prompts, _ = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
     points = []
     for rows in roi.batches:
@@ -98,10 +110,5 @@ def measure(recipe: Recipe, K: int, before: Steps | None) -> Steps:
             raise RunError(f"batch {rows}: {kept:.2f} tokens a piece without a drafter: this server groups steps in "
                            "its stream, so they cannot be timed from outside")
         points.append(Timed("step", rows, K, 0, context, 1e3 * seconds, min(kept, K + 1.0)))
-    fresh = Steps(profile="engine", engine={"name": section.kind, "model": section.model},
-                  hardware={"name": roi.hardware}, tensor_parallel=roi.tensor_parallel,
-                  target={"model": roi.model or recipe.target.model, "weight_bits": roi.weight_bits or 16.0},
-                  drafter={"kind": recipe.drafter.kind})
-    kept_before = before.points if before and (before.engine, before.target) == (fresh.engine, fresh.target) else []
-    fresh.points = [p for p in kept_before if p.K != K] + points
+    fresh.points = [p for p in (before.points if before else []) if p.K != K] + points
     return fresh

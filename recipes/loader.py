@@ -5,6 +5,7 @@ An unknown key, in the file or on the command line, is an error that names the n
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
@@ -23,15 +24,31 @@ def parse_into(cls: type, values: dict[str, Any], where: str, flagged: Iterable[
     """Builds dataclass `cls` from plain values. `where` names their file in an error; values of the dotted names
     `flagged` came from the command line.
 
-    Raises ConfigError for an unknown key (naming the nearest valid one) or a value of the wrong type.
+    Raises ConfigError for an unknown key (naming the nearest valid one), a value of the wrong type, or a number that is
+    not finite.
     """
     check_keys(cls, values, where, "", flagged)
     try:
-        return TypeAdapter(cls).validate_python(values)
+        built = TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{source(where, key, flagged)}: {key} = {first['input']!r}: {first['msg']}") from None
+    check_finite(built, where, "", flagged)
+    return built
+
+
+def check_finite(value: Any, where: str, key: str, flagged: Iterable[str]) -> None:
+    """ConfigError for a number in `value`, at any depth, that is NaN or infinite: every comparison with it would pass
+    or fail whatever was meant."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{source(where, key, flagged)}: {key} = {value}: must be a finite number")
+    if is_dataclass(value):
+        items: Iterable[tuple[Any, Any]] = ((f.name, getattr(value, f.name)) for f in fields(value))
+    else:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in items:
+        check_finite(child, where, f"{key}.{name}" if key else str(name), flagged)
 
 
 def source(where: str, key: str, flagged: Iterable[str]) -> str:

@@ -282,7 +282,7 @@ class Export:
 class Roi:
     """What `make roi` plans for (docs/roi.md): the machines that serve, their price, the traffic."""
 
-    price_per_gpu_hour: float = opt(0.0, "price of one GPU hour; 0 is not known")
+    price_per_gpu_hour: NonNegativeFloat = opt(0.0, "price of one GPU hour; 0 is not known")
     price_kind: Literal["on-demand", "reserved", "spot"] = opt("on-demand", "a spot price is held for 30 days at most")
     spot_held: bool = opt(False, "hold a spot price for longer all the same; the plan says so")
     hardware: str = opt("", "a name of recipes/hardware.json or plan.custom; empty: what the steps were measured on")
