@@ -202,6 +202,20 @@ def test_best_is_by_acceptance_not_loss(build, monkeypatch):
     assert checkpoint.best(trainer.folder) == trainer.folder / "step-000004"
 
 
+def test_without_validation_rows_the_latest_is_best(tmp_path, capsys):
+    """prompts.validation 0: nothing is measured, so the last checkpoint is named best, not the first one, and the run
+    says so once (case 52)."""
+    (tmp_path / "traced").mkdir()
+    unheld = trainer_base(tmp_path / "traced", conversations(6, 0))
+    made = trainers(unheld, tmp_path)
+    trainer = next(made)(train__validate_every=1, train__save_every=1, train__epochs=1)
+    trainer.run()
+    next(made, None)
+    assert trainer.total == 3 and [row["drafts"] for row in trainer.progress.curve] == [0, 0, 0]
+    assert checkpoint.best(trainer.folder).name == "step-000003"
+    assert capsys.readouterr().err.count("no validation rows (prompts.validation = 0)") == 1
+
+
 def test_training_mode_after_validation(build, monkeypatch):
     """Validation runs in eval mode and the next step trains again (case 51)."""
     trainer = build(train__epochs=0.5, train__validate_every=1)

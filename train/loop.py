@@ -65,6 +65,9 @@ class Trainer:
         """Trains to the last step. SIGTERM saves at the next step and exits 143."""
         signal.signal(signal.SIGTERM, self.on_sigterm)
         self.model.train()
+        if not self.reader.split("validation"):
+            self.accelerator.print("no validation rows (prompts.validation = 0): acceptance is not measured, and the "
+                                   "latest checkpoint counts as the best", file=sys.stderr)
         if self.parts.settings.get("init_from") and not self.progress.curve:  # what later validations are compared with
             self.validate()
             self.save()
@@ -178,7 +181,7 @@ class Trainer:
         drafts, *accepted = self.accelerator.reduce(local, "sum").tolist()
         counts = Acceptance(K, drafts, accepted)
         progress = self.progress
-        if counts.mean_length > progress.best_length:
+        if not drafts or counts.mean_length > progress.best_length:  # unmeasured, the latest is the best guess
             progress.best_step, progress.best_length = progress.step, counts.mean_length
         row = {"step": progress.step, "tokens": progress.tokens, "train_loss": progress.train_loss,
                "mean_length": counts.mean_length, "per_position": counts.per_position, "drafts": drafts}
