@@ -188,6 +188,10 @@ class Listed:
         """Supervised tokens of a row without reading it."""
         return self.places[index].listed["finals"]
 
+    def overrun(self, index: int) -> int:
+        """Greedy tokens beyond the end of a row, without reading it."""
+        return len(self.places[index].listed["tail"])
+
     def shard(self, index: int) -> str:
         """The shard that holds a row, without reading it."""
         return self.places[index].shard

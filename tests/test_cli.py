@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from recipes.schema import opt
 from train import run as train_run
 
 ROOT = Path(__file__).resolve().parent.parent
+LONGEST = max(len(row.ids) for row in conversations(4, 2))
 STAGE = """
 import os, signal, sys
 from recipes.cli import Command, run
@@ -142,17 +144,27 @@ def train_recipe(world: Path, tmp_path: Path, **sections) -> Path:
     ({"target": {"model": "other"}}, 2, "whose weights differs from this target's"),
     ({"trace": {"layers": [1, 2, 4]}}, 2, "traced layers [1, 2, 3], the recipe wants [1, 2, 4]"),
     ({"train": {"user_turns": True}}, 2, "marks no user turn"),
+    ({"trace": {"max_length": LONGEST - 1}}, 2, f"holds a row of {LONGEST} tokens; set it to {LONGEST} or more"),
+    ({"train": {"validation_draft_length": 7}}, 2, "was traced for 6; set it to 6 or less"),
     ({"train": {"tracker": "nothing"}}, 2, "train.tracker = nothing: not installed or not known"),
     ({"name": "untraced"}, 1, "manifest.json: missing or unreadable; run `make trace` first"),
 ])
 def test_train_refuses(world, tmp_path, capsys, sections, code, message):
-    """Bad input of `make train`: one message, no checkpoint (cases 36, 57)."""
+    """Bad input of `make train`: one message, no checkpoint (cases 36, 49, 57). The rows' tails are of six tokens."""
     name = sections.pop("name", "tiny")
     if sections.get("target"):
         sections = {"target": {"model": str(world / sections["target"]["model"])}}
     path = train_recipe(world, tmp_path, **sections)
     found, err = stage(train_run.COMMAND, capsys, "--config", str(path), "--name", name)
     assert found == code and message in err and not (world / "runs" / name / "checkpoints").exists()
+
+
+def test_rows_and_drafts_at_the_limit_are_trained(world, tmp_path, capsys):
+    """Rows of exactly trace.max_length tokens and tails of exactly the draft length are taken (case 49)."""
+    path = train_recipe(world, tmp_path, trace={"max_length": LONGEST}, train={"validation_draft_length": 6})
+    shutil.copytree(world / "runs" / "tiny" / "traces", tmp_path / "runs" / "limit" / "traces")
+    flags = ("--runs_dir", str(tmp_path / "runs"), "--name", "limit")
+    assert stage(train_run.COMMAND, capsys, "--config", str(path), *flags)[0] == 0
 
 
 def test_eval_refuses_another_targets_checkpoint(world, tmp_path, capsys):

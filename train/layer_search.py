@@ -39,7 +39,7 @@ from recipes.files import alone, sha256_json, write_json
 from recipes.schema import Recipe, opt
 from train.launch import start
 from train.loop import Trainer
-from train.run import check_target, check_user_turns
+from train.run import check_rows, check_target, check_user_turns
 
 CANDIDATES = 10  # about so many places are tried unless told otherwise
 FEWEST = 8  # validation rows; an interval from fewer says nothing
@@ -267,6 +267,7 @@ def main(recipe: Recipe, switches: set[str], options: Any) -> None:
         raise ConfigError(f"make layers runs in one plain process, not under {accelerator.distributed_type.value}")
     folder = run_dir(recipe)
     source = open_rows(recipe.trace, folder)
+    check_rows(source, recipe)
     check_user_turns(source, recipe.train.user_turns)
     judges = len(source.split("validation"))
     if not judges:

@@ -15,6 +15,8 @@ from accelerate import Accelerator
 
 from data.batching import plan_for
 from data.reader import RowReader, open_rows, with_states
+from data.remoterows import RemoteRows
+from data.store import TraceReader
 from drafters.initial import begin
 from drafters.placement import on_one_process
 from drafters.registry import options_of, require_training
@@ -44,6 +46,19 @@ def check_traces(reader: RowReader, target: Target, layers: list[int]) -> None:
     check_target(reader, target)
     if reader.manifest["layers"] != layers:
         raise ConfigError(f"{reader.folder}: traced layers {reader.manifest['layers']}, the recipe wants {layers}")
+
+
+def check_rows(rows: TraceReader | RemoteRows, recipe: Recipe) -> None:
+    """ConfigError where a stored row is longer than the recipe allows (case 49), or where validation rows do not reach
+    as far beyond their end as the recipe's drafts do."""
+    longest = max(map(rows.tokens, range(len(rows))))
+    if longest > recipe.trace.max_length:
+        raise ConfigError(f"trace.max_length = {recipe.trace.max_length}: {rows.folder} holds a row of {longest} "
+                          f"tokens; set it to {longest} or more, or run `make trace` under another name")
+    reach = min(map(rows.overrun, rows.split("validation")), default=None)
+    if reach is not None and reach < recipe.train.validation_draft_length:
+        raise ConfigError(f"train.validation_draft_length = {recipe.train.validation_draft_length}: {rows.folder} was "
+                          f"traced for {reach}; set it to {reach} or less, or run `make trace` under another name")
 
 
 def check_user_turns(reader: RowReader, wanted: bool) -> None:
@@ -94,6 +109,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     rows = open_rows(recipe.trace, folder)
     target = open_target(recipe, accelerator.num_processes)
     check_traces(rows, target, target.layers)
+    check_rows(rows, recipe)
     check_user_turns(rows, recipe.train.user_turns)
     reader = with_states(rows, recipe.trace, folder, target)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
