@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from drafters import checkpoint, vocab
 from drafters.eagle3 import Eagle3
+from recipes import files
 from train import checkpoints
 from train import run as run_module
 from train.loop import Trainer
@@ -171,7 +172,8 @@ def full_disk(rank: int) -> None:
     def refused(folder: Path, *args) -> None:
         times.append(folder)
         if len(times) > 1:
-            (folder / f".{checkpoint.META}.{os.getpid()}.tmp").symlink_to("/dev/full")
+            files.token_hex = lambda n: "drawn"
+            (folder / f".{checkpoint.META}.drawn.tmp").symlink_to("/dev/full")
         save(folder, *args)
 
     checkpoint.save = refused
