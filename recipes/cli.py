@@ -80,12 +80,15 @@ def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], 
         name, equals, value = item.removeprefix("--").partition("=")
         if not item.startswith("--"):
             raise ConfigError(f"{item}: not an option; options begin with --, see --help")
-        if name in command.switches and not equals:
+        if name in command.switches:
+            if equals:
+                raise ConfigError(f"--{name}: takes no value, got {value}")
             switches.add(name)
         elif name == "debug":
             debug = True
         else:
             if not equals:
+                check_switch(command, name)
                 value = next(items, None)
                 if value is None:
                     raise ConfigError(f"--{name}: a value is missing")
@@ -94,6 +97,16 @@ def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], 
             else:
                 overrides["target.cache_dir" if name == "cache-dir" else name] = value
     return path, overrides, switches, debug
+
+
+def check_switch(command: Command, name: str) -> None:
+    """ConfigError for the name of a flag with a value that is spelt more like one without than like any with one."""
+    switches = {*command.switches, "debug", "help"}
+    others = {leaf for full, _, _ in flags(Recipe) for leaf in (full, full.rpartition(".")[2])}
+    others |= {"config", "cache-dir", *(f.name for f in (fields(command.options) if command.options else ()))}
+    close = difflib.get_close_matches(name, [*others, *switches], n=1)
+    if close and close[0] in switches:
+        raise ConfigError(f"--{name}: unknown option; did you mean {close[0]}?")
 
 
 def own_options(command: Command, overrides: dict[str, str]) -> list:

@@ -65,10 +65,15 @@ def test_a_fault_of_ours_is_not_hidden():
 @pytest.mark.parametrize("argv, message", [
     (["train.lr", "1"], "train.lr: not an option"), (["--train.lr"], "--train.lr: a value is missing"),
     (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot read this recipe"),
-    (["--train.epoch=3"], "did you mean train.epochs?"), (["--train.lr", "x"], "train.lr = 'x'")])
+    (["--train.epoch=3"], "did you mean train.epochs?"), (["--train.lr", "x"], "train.lr = 'x'"),
+    (["--previw"], "--previw: unknown option; did you mean preview?"),
+    (["--previw", "--train.lr", "1"], "--previw: unknown option; did you mean preview?"),
+    (["--preview=1"], "--preview: takes no value, got 1"), (["--debgu"], "did you mean debug?"),
+    (["--verify_rows", "3"], "did you mean trace.verify_rows?"), (["--nme", "x"], "did you mean name?")])
 def test_bad_usage(capsys, argv, message):
     """A wrong command line exits 2 with one line."""
-    code, err = stage(cli.Command("make x", "About.", lambda recipe, switches: None), capsys, *argv)
+    command = cli.Command("make x", "About.", lambda recipe, switches: None, {"preview": "p", "verify": "v"})
+    code, err = stage(command, capsys, *argv)
     assert code == 2 and message in err and err.count("\n") == 1
 
 
