@@ -133,6 +133,15 @@ def test_overrides(tmp_path):
     assert options.depth == 4 and options.step_decay == 0.1
 
 
+@pytest.mark.parametrize("text, value", [
+    ("{model: 1, lm_head: cpu}", {"model": 1, "lm_head": "cpu"}), ("auto", "auto"), ("", ""), ("[cpu]", "[cpu]"),
+    ("{model", "{model")])
+def test_text_that_may_be_a_mapping(tmp_path, text, value):
+    """A mapping on the command line is one where the field takes mappings, and text in every other field of text."""
+    recipe = load_recipe(write(tmp_path, "name: x"), {"target.device_map": text, "target.cache_dir": text})
+    assert recipe.target.device_map == value and recipe.target.cache_dir == text
+
+
 @pytest.mark.parametrize("text", ["drafter: {options: }", "drafter: {options: 3}"])
 def test_override_into_something_that_is_no_mapping(tmp_path, text):
     """A flag below a field that the file has emptied is an error, not a crash."""
