@@ -1,6 +1,7 @@
 """Exit codes and messages: one line for what a user can cause, no traceback without --debug, nothing half-made."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -238,6 +239,49 @@ def test_make_demo_prints_its_stages():
     stages = ["data.collect", "train.script", "eval.ship", "eval.run"]
     places = [done.stdout.index(f"-m {name} --config recipes/smollm2-135m/eagle3-demo.yaml") for name in stages]
     assert places == sorted(places)
+
+
+PYTHON = """#!{python}
+import json, sys
+if sys.argv[1:3] == ["-m", "train.script"]:
+    print("train/eagle3.py")
+with open({log!r}, "a") as f:
+    f.write(json.dumps(sys.argv[2:]) + "\\n")
+"""
+
+
+def made(folder: Path, *variables: str) -> tuple[list[list[str]], str]:
+    """The commands, as lists of words, that `make train` runs under a Python that only notes them; its output."""
+    log = folder / "log"
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").write_text(PYTHON.format(python=sys.executable, log=str(log)))
+    (folder / "bin" / "python").chmod(0o755)
+    (folder / ".ready").touch()
+    done = subprocess.run(["make", "--no-print-directory", "train", f"VENV={folder}", *variables], cwd=ROOT, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in log.read_text().splitlines()], done.stdout
+
+
+def test_make_train_passes_words_as_they_are(tmp_path):
+    """A value with a space or a quote in it reaches the script as one word, and the command is printed as it was
+    typed, so that it can be typed again."""
+    args = """--name 'a b' --target.device_map "{model: 0}" --runs_dir "it's" --trace.layers [1,2]"""
+    (script, launch), out = made(tmp_path, f"ARGS={args}", "LAUNCH=--config_file 'my file.yaml'", "RECIPE=r.yaml")
+    words = ["--config", "r.yaml", "--name", "a b", "--target.device_map", "{model: 0}", "--runs_dir", "it's",
+             "--trace.layers", "[1,2]"]
+    assert script == ["train.script", *words]
+    assert launch == ["accelerate.commands.launch", "--quiet", "--config_file", "my file.yaml", "train/eagle3.py",
+                      *words]
+    shown = subprocess.run(["sh", "-c", f"printf '%s\\n' {out}"], capture_output=True, text=True).stdout
+    assert shown.splitlines()[1:] == ["-m", *launch]
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_make_train_shows_its_help(tmp_path, flag):
+    """The help is shown by the stage itself, and nothing is launched."""
+    commands, _ = made(tmp_path, f"ARGS={flag}")
+    assert commands == [["train.run", flag]]
 
 
 @dataclass
