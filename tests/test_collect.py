@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import namedtuple
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from data.collect import COMMAND
 from data.generate import Answer, Generator
 from data.prompts import Prompt, hold_out, read_jsonl
 from data.staging import UnitParts
-from data.store import TraceReader
+from data.store import TraceReader, list_digest
 from recipes.cli import run
 from recipes.files import alone
 from recipes.loader import load_recipe
@@ -119,6 +119,27 @@ def test_traces_hold_every_prompt_once_with_its_split(world):
     assert manifest["user_turn_tokens"] == 0
     written = sum(p.stat().st_size for p in (world[2] / "shards").glob("*.safetensors"))
     assert abs(written / manifest["predicted_bytes"] - 1) < 0.05
+
+
+def test_rows_cut_by_length_are_marked(world, tmp_path):
+    """Every entry of a shard list says how its answer ended: at the end token, or at generation.max_tokens without one;
+    as many as the manifest counts. Lists without the mark are read as before (case 60)."""
+    recipe, traces = fresh(tmp_path, world, generation={"temperature": 5.0, "max_tokens": 40})
+    assert trace(recipe) == 0
+    reader = TraceReader(traces)
+    lists = [json.loads(path.read_text()) for path in sorted((traces / "shards").glob("*.json"))]
+    marks = {row["id"]: row["finish"] for listed in lists for row in listed["rows"]}
+    rows = [reader[i] for i in range(len(reader))]
+    assert marks == {r.id: "stop" if int(r.ids[-1]) == 2 else "length" for r in rows} == {r.id: r.finish for r in rows}
+    assert Counter(marks.values()) == reader.manifest["finish"] and len(reader.manifest["finish"]) == 2
+    for listed in lists:
+        for row in listed["rows"]:
+            del row["finish"]
+        listed["list_sha256"] = list_digest(listed)
+        (traces / "shards" / f"{listed['name']}.json").write_text(json.dumps(listed))
+    before = content(traces)
+    assert {row.finish for row in map(TraceReader(traces).__getitem__, range(len(rows)))} == {""}
+    assert trace(recipe) == 0 and content(traces) == before, "complete as they are: nothing is made again"
 
 
 def test_manifest_is_written_before_the_first_shard(world, tmp_path, monkeypatch):
