@@ -16,7 +16,7 @@ import torch
 
 from data.answers import Answering, check_answers
 from data.backends.registry import open_backend
-from data.backends.units import Units
+from data.backends.units import Tally, Units
 from data.capture import BAD, Conversation, bare, capture, finite
 from data.codec import DTYPES, carrier
 from data.console import console, progress_bar
@@ -243,7 +243,8 @@ def collect(collector: Collector) -> None:
 
 def stages(collector: Collector) -> None:
     """Prompts, answers, states."""
-    ranks, tally = collector.ranks, collector.units.tally
+    ranks = collector.ranks
+    tally = collector.units.tally = Tally()  # a repair goes through them twice
     intake = collector.prompts_stage()
     rows = collector.answers_stage(intake.prompts)
     collector.capture_stage(rows, intake)
