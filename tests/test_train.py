@@ -263,12 +263,30 @@ def test_kill_between_rename_and_best(build, saved):
 def test_half_written_checkpoints_are_not_seen(saved):
     """A folder under its temporary name is no checkpoint, and a damaged one is named, not skipped."""
     (saved.folder / ".step-000009.tmp").mkdir()
+    (saved.folder / ".step-000009.tmp" / "drafter.safetensors").write_bytes(b"a part")
     assert checkpoints.steps_in(saved.folder) == [1]
     path = saved.folder / "step-000001" / "trainer.json"
     assert json.loads(path.read_text())["progress"]["step"] == 1
     path.write_text(path.read_text()[:40])
     with pytest.raises(RunError, match="step-000001: damaged checkpoint"):
-        checkpoints.latest(saved.folder, saved.parts.settings, saved.parts.split)
+        checkpoints.read_progress(path.parent, saved.parts.settings, saved.parts.split)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_half_written_checkpoints_are_removed(build, steps):
+    """What a kill left of a save is gone when the run goes on, or begins again, and at no other step is it in the way:
+    the next run may never save at that step."""
+    first = build(**NOISY)
+    first.model.train()
+    for _ in range(steps):
+        first.step()
+        first.save()
+    half = first.folder / ".step-000009.tmp"
+    half.mkdir(parents=True)
+    (half / "drafter.safetensors").write_bytes(b"a part")
+    again = build(**NOISY)
+    assert again.resume() == bool(steps) and again.progress.step == steps
+    assert sorted(p.name for p in first.folder.glob("*step*")) == ["step-000001"] * steps
 
 
 def test_a_step_leaves_nothing_to_the_collector(build):

@@ -50,16 +50,20 @@ class Trainer:
         self.parts = checkpoints.Parts(drafter, self.optimizer.optimizer, origin, settings, split, shapes)
         self.signalled = self.stop = False  # here; agreed by all ranks, so that all save together
 
-    def resume(self) -> None:
-        """Continues from the latest complete checkpoint, if there is one."""
-        found = checkpoints.latest(self.folder, self.parts.settings, self.parts.split)
-        if found:
-            path, self.progress = found
-            if self.accelerator.is_main_process:
-                checkpoints.point_best(self.folder, self.progress)
-            if self.progress.step < self.total:
-                checkpoints.load(path, self.parts)
-                self.accelerator.print(f"goes on from {path}, step {self.progress.step} of {self.total}")
+    def resume(self) -> bool:
+        """Continues from the latest complete checkpoint; False where there is none. All ranks call it together."""
+        if self.accelerator.is_main_process:
+            checkpoints.sweep(self.folder)
+        path = checkpoints.latest(self.accelerator, self.folder)
+        if path is None:
+            return False
+        self.progress = checkpoints.read_progress(path, self.parts.settings, self.parts.split)
+        if self.accelerator.is_main_process:
+            checkpoints.point_best(self.folder, self.progress)
+        if self.progress.step < self.total:
+            checkpoints.load(path, self.parts)
+            self.accelerator.print(f"goes on from {path}, step {self.progress.step} of {self.total}")
+        return True
 
     def run(self) -> None:
         """Trains to the last step. SIGTERM saves at the next step and exits 143."""
