@@ -8,7 +8,7 @@ beyond that is an estimate and is printed as one.
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,6 +48,8 @@ class Stages(Protocol):
     target: Target
     limit: int
 
+    def at_work(self) -> AbstractContextManager[None]: ...
+
     def prompts_stage(self) -> Intake: ...
 
     def round(self, number: int, requests: list[Request]) -> list[Answer]: ...
@@ -58,8 +60,9 @@ class Stages(Protocol):
 def preview(recipe: Recipe, make: Callable[[Recipe], Stages], console: Console | None = None) -> Estimate:
     """Prints rows and estimate. `make` builds the stages of a recipe. Raises what the run itself would raise."""
     console = console or Console()
-    with scratch(Path(recipe.runs_dir)) as folder:
-        stages = make(handful(recipe, folder))
+    with ExitStack() as held:
+        stages = make(handful(recipe, held.enter_context(scratch(Path(recipe.runs_dir)))))
+        held.enter_context(stages.at_work())
         began = perf_counter()
         intake = stages.prompts_stage()
         prompting = perf_counter() - began

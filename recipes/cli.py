@@ -6,7 +6,8 @@ import json
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import get_origin
@@ -161,16 +162,36 @@ def fail(name: str, message: str, code: int, debug: bool) -> None:
     sys.exit(code)
 
 
+def run_folder(recipe: Recipe) -> Path:
+    """runs/<name>/, created. ConfigError where it cannot be."""
+    folder = Path(recipe.runs_dir) / recipe.name
+    with written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_resolved(recipe: Recipe) -> None:
+    """Writes the resolved recipe into the run's folder: by a stage that has accepted it, never before."""
+    folder = Path(recipe.runs_dir) / recipe.name
+    with written(folder):
+        write_text(folder / "recipe.yaml", dump_recipe(recipe))
+
+
 def run_dir(recipe: Recipe) -> Path:
     """runs/<name>/, created, with the resolved recipe written into it."""
-    folder = Path(recipe.runs_dir) / recipe.name
+    folder = run_folder(recipe)
+    write_resolved(recipe)
+    return folder
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """ConfigError where the folder cannot be written, unless the disk is full."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "recipe.yaml", dump_recipe(recipe))
+        yield
     except OSError as error:
         if error.errno in NO_SPACE:
             raise
         raise ConfigError(f"{folder}: cannot write the run's folder: {error.strerror}") from None
-    return folder
 
 

@@ -194,7 +194,7 @@ def test_run_stopped_at_any_write_goes_on_to_the_same_bytes(world, tmp_path, mon
 def test_killed_process_goes_on_to_the_same_bytes(world, tmp_path):
     """A process that dies while its second shard is half there, no handler run, loses that only (cases 16, 35)."""
     recipe, traces = fresh(tmp_path, world)
-    died = subprocess.run([sys.executable, "-c", DIE, "13", "--config", str(recipe)], cwd=ROOT,
+    died = subprocess.run([sys.executable, "-c", DIE, "14", "--config", str(recipe)], cwd=ROOT,
                           env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert died.returncode == KILLED, died.stderr
     assert list(traces.glob("shards/.*.tmp")), "the half-written shard must be there for this test to mean anything"
@@ -212,10 +212,13 @@ def test_killed_process_goes_on_to_the_same_bytes(world, tmp_path):
     (["--target.dtype", "bfloat16"], "target.dtype was 'float32', now 'bfloat16'"),
 ])
 def test_changed_setting_is_refused_by_name(world, capsys, flags, named):
-    """Traces of other settings are never reused or mixed; the message names the setting (case 30)."""
-    before = content(world[2])
+    """Traces of other settings are never reused or mixed; the message names the setting, and what the run says of
+    itself stays true (cases 30, 36)."""
+    before, run = content(world[2]), world[2].parent
+    records = [(run / "recipe.yaml").read_bytes(), (world[2] / "provenance.json").read_bytes()]
     assert trace(world[2].parents[2] / "r.yaml", *flags) == 2
     assert named in capsys.readouterr().err and content(world[2]) == before
+    assert records == [(run / "recipe.yaml").read_bytes(), (world[2] / "provenance.json").read_bytes()]
 
 
 @pytest.mark.parametrize("change, named", [
@@ -353,6 +356,20 @@ def test_two_runs_do_not_share_a_folder(world, tmp_path, capsys):
     with alone(traces):
         assert trace(recipe) == 1 and "another run is at work there" in capsys.readouterr().err
     assert content(traces) == before and trace(recipe) == 0
+
+
+def test_a_second_run_leaves_the_settings_of_one_that_begins(world, tmp_path, capsys):
+    """The first run holds the folder and has collected nothing yet: a second one with other settings is refused, and
+    neither settings.json nor recipe.yaml becomes its own (case 30)."""
+    recipe, traces = fresh(tmp_path, world)
+    collector = collect.Collector(load_recipe(recipe, {}))
+    with collector.at_work():
+        collector.record()
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert trace(recipe, "--generation.seed", "5") == 1
+        assert "another run is at work there" in capsys.readouterr().err
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert trace(recipe) == 0 and content(traces) == content(world[2])
 
 
 def test_marked_user_turns_reach_store_manifest_and_key(world, tmp_path):

@@ -285,6 +285,13 @@ def test_inspect_prints_what_the_folder_holds(world, capsys):
     assert files(world[2]) == before and (world[2].parent / "recipe.yaml").read_bytes() == resolved
 
 
+def test_lock_of_a_refused_run_is_no_fault(copied):
+    """Processes of a launch that is refused leave the file by which they find each other: it is none of the traces'."""
+    recipe, traces = copied
+    (traces / ".lock").touch()
+    assert call(INSPECT, recipe, "--verify", "--trace.verify_rows", "0") == 0
+
+
 def test_repair_in_two_passes_counts_once(copied):
     """A broken manifest is made anew first, what a killed run left goes after it. What the units of answers count, here
     three failed attempts, is in the manifest once all the same."""
