@@ -8,6 +8,8 @@ ARGS ?=
 VLLM_PIP ?=
 # Options of `accelerate launch`, e.g. LAUNCH="--config_file recipes/accelerate/zero2.yaml"
 LAUNCH ?= --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+START = $(PY) -m accelerate.commands.launch --quiet $(LAUNCH)
+quoted = '$(subst ','\'',$(1))'
 READY := $(VENV)/.ready
 # What tests and lint need besides: a user of the pipeline does not wait for it.
 CHECKS := $(VENV)/.checks
@@ -64,10 +66,15 @@ layers: $(READY)
 inspect: $(READY)
 	$(PY) -m data.tracetool --config $(RECIPE) $(ARGS)
 
+# Words of ARGS and LAUNCH are the shell's, quotes included; what is printed is what was typed.
 train: $(READY)
+ifneq (,$(filter -h --help,$(ARGS)))
+	$(PY) -m train.run $(ARGS)
+else
 	@script=$$($(PY) -m train.script --config $(RECIPE) $(ARGS)) && \
-	command="$(PY) -m accelerate.commands.launch --quiet $(LAUNCH) $$script --config $(RECIPE) $(ARGS)" && \
-	echo "$$command" && exec $$command
+	printf '%s ' $(call quoted,$(START)) "$$script" $(call quoted,--config $(RECIPE) $(ARGS)) && echo && \
+	exec $(START) "$$script" --config $(RECIPE) $(ARGS)
+endif
 
 eval: $(READY)
 	$(PY) -m eval.run --config $(RECIPE) $(ARGS)

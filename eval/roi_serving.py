@@ -5,6 +5,7 @@ import json
 from datetime import datetime
 from pathlib import Path
 
+from data.place import behind_url
 from eval import roi_files
 from eval import roi_refuse as refuse
 from eval.plan import read_config
@@ -45,17 +46,20 @@ def serving(recipe: Recipe, calibration: Calibration) -> tuple[Planner, str]:
 
 
 def training_hours(recipe: Recipe) -> tuple[float | None, str]:
-    """GPU hours of generation, capture and training: as given, or from the run's stamps to its last files."""
+    """GPU hours of generation, capture and training: as given, or from the run's stamps, written where a stage begins,
+    to its last shard and checkpoint. None where a stamp is missing, or later than what it began: the stages of earlier
+    versions wrote it last. Traces behind a URL are fetched again and again, so their files' times say nothing."""
     if recipe.roi.training_gpu_hours:
         return recipe.roi.training_gpu_hours, "as given"
     run, total = Path(recipe.runs_dir) / recipe.name, 0.0
-    for stamped, last in ((run / "traces" / "provenance.json", [run / "traces" / "manifest.json"]),
-                          (run / "provenance.json", list((run / "checkpoints").glob("*.json")))):
-        ends = [p.stat().st_mtime for p in last if p.exists()]
-        if not stamped.exists() or not ends:
+    for folder, made in ((run / "traces", "shards/*.json"), (run, "checkpoints/step-*/trainer.json")):
+        stamped, ends = folder / "provenance.json", [p.stat().st_mtime for p in folder.glob(made)]
+        if not stamped.exists() or not ends or behind_url(recipe.trace):
             return None, ""
         began = datetime.fromisoformat(json.loads(stamped.read_text(encoding="utf-8"))["time"])
-        total += max(0.0, max(ends) - began.timestamp()) / 3600
+        if max(ends) < began.timestamp():
+            return None, ""
+        total += (max(ends) - began.timestamp()) / 3600
     return total * recipe.plan.gpus, "from the run's provenance, plan.gpus each"
 
 

@@ -113,8 +113,20 @@ def read_yaml(path: Path, what: str = "recipe") -> dict[str, Any]:
     return values
 
 
-def override(values: dict[str, Any], overrides: dict[str, str], known: dict[str, Any], where: str) -> None:
-    """Puts each override, dotted name to YAML text, into the nested `values`. `known`: default of each name."""
+def texts(cls: type, prefix: str = "") -> dict[str, bool]:
+    """Dotted name of every field of text -> whether it may be a mapping instead."""
+    found: dict[str, bool] = {}
+    for f in fields(cls):
+        if is_dataclass(f.type):
+            found |= texts(f.type, f"{prefix}{f.name}.")
+        elif isinstance(f.default, str):
+            found[f"{prefix}{f.name}"] = any(get_origin(kind) is dict for kind in get_args(f.type))
+    return found
+
+
+def override(values: dict[str, Any], overrides: dict[str, str], known: dict[str, bool], where: str) -> None:
+    """Puts each override, dotted name to YAML text, into the nested `values`. `known`: the fields of text (`texts`),
+    whose values are taken as they stand."""
     for name, text in overrides.items():
         node = values
         *parents, leaf = name.split(".")
@@ -123,19 +135,21 @@ def override(values: dict[str, Any], overrides: dict[str, str], known: dict[str,
             if not isinstance(node, dict):
                 raise ConfigError(f"{where}: --{name}: {part} = {node!r} in the file is not a mapping")
         try:
-            node[leaf] = text if isinstance(known.get(name), str) else yaml.safe_load(text)  # a name may be 123
+            value = yaml.safe_load(text)
         except yaml.YAMLError:
-            node[leaf] = text
+            value = text
+        mapping = isinstance(value, dict) and known.get(name)
+        node[leaf] = text if name in known and not mapping else value  # a name may be 123
 
 
 def load_options(cls: type, overrides: dict[str, str]) -> Any:
     """A command's own options as the dataclass `cls`, from its defaults and the command line; strict as a recipe."""
-    known = {name: default for name, default, _ in flags(cls)}
+    known = dict.fromkeys(name for name, _, _ in flags(cls))
     for name in overrides:
         if name not in known:
             raise ConfigError(f"--{name}: unknown option{nearest(name, '', known)}")
     values: dict[str, Any] = {}
-    override(values, overrides, known, "command line")
+    override(values, overrides, texts(cls), "command line")
     return parse_into(cls, values, "command line")
 
 
@@ -147,11 +161,11 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Re
     """
     values = read_yaml(Path(path))
     check_keys(Recipe, values, str(path), "")
-    known = {name: default for name, default, _ in flags(Recipe)}
+    known = dict.fromkeys(name for name, _, _ in flags(Recipe))
     for name in overrides or {}:
         if name not in known and not name.startswith("drafter.options."):
             raise ConfigError(f"--{name}: unknown option{nearest(name, '', known)}")
-    override(values, overrides or {}, known, str(path))
+    override(values, overrides or {}, texts(Recipe), str(path))
     recipe = parse_into(Recipe, values, str(path), overrides or ())
     if not recipe.name or "/" in recipe.name or recipe.name.startswith("."):
         raise ConfigError(f"{source(str(path), 'name', overrides or ())}: name = {recipe.name!r}: must be a plain "

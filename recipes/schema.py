@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Amount
+Beta = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 Span = Annotated[list[Weight], Field(max_length=2)]
 
 
@@ -101,7 +103,7 @@ class Server:
     api_key_env: str = opt("", "openai: environment variable that holds the API key; empty sends none")
     concurrency: PositiveInt = opt(16, "openai: most requests in flight")
     requests_per_s: NonNegativeFloat = opt(0.0, "openai: most requests begun a second; 0 is no limit")
-    timeout_s: PositiveFloat = opt(600.0, "openai: seconds after which a request without its whole answer is given up")
+    timeout_s: Amount = opt(600.0, "openai: seconds after which a request without its whole answer is given up")
     retries: NonNegativeInt = opt(5, "openai: further attempts for a request that failed")
     backoff_s: PositiveFloat = opt(0.5, "openai: first wait before a further attempt; it doubles, at most a minute")
 
@@ -117,7 +119,7 @@ class Generation:
     batch_size: PositiveInt = opt(32, "rows decoded together; a finished row is replaced")
     unit_rows: PositiveInt = opt(128, "rows of one atomic unit: what a kill can cost")
     seed: int = opt(0, "seed of sampled answers, combined with each row's id")
-    max_lost_share: float = opt(0.01, "share of requests without a usable answer above which the run stops")
+    max_lost_share: Share = opt(0.01, "share of requests without a usable answer above which the run stops")
     server: Server = field(default_factory=Server)
     engine: dict[str, Any] = opt({}, "vllm: arguments of vllm.LLM, e.g. {gpu_memory_utilization: 0.5}")
     log: str = opt("", "logs: JSONL file of answers with prompt and answer token ids")
@@ -140,9 +142,9 @@ class Trace:
     url: str = opt("", "where the traces are, any fsspec URL such as s3://bucket/folder; credentials come from "
                        "fsspec's configuration (docs/store.md); empty is runs/<name>/traces")
     cache_dir: str = opt("", "local folder of the cache, in which every run has its own; empty is runs/<name>/cache")
-    cache_gb: PositiveFloat = opt(20.0, "size at most, in GB of 1e9 bytes, of the states that mode cache keeps "
+    cache_gb: Amount = opt(20.0, "size at most, in GB of 1e9 bytes, of the states that mode cache keeps "
                                         "and of the shards of a url that are here")
-    max_bad_share: float = opt(0.01, "share of rows with NaN or Inf states above which the run stops")
+    max_bad_share: Share = opt(0.01, "share of rows with NaN or Inf states above which the run stops")
     backend: Literal["transformers", "vllm"] = opt("transformers", "what computes the states (docs/states.md)")
     engine: dict[str, Any] = opt({}, "vllm: arguments of vllm.LLM, e.g. {tensor_parallel_size: 8}")
     engine_python: str = opt("", "vllm: the Python of the environment that has vLLM; empty is this one")
@@ -166,14 +168,14 @@ class Drafter:
 
 @dataclass
 class Train:
-    epochs: PositiveFloat = opt(3.0, "passes over the training rows; the schedule ends with them")
+    epochs: Amount = opt(3.0, "passes over the training rows; the schedule ends with them")
     batch_rows: PositiveInt = opt(2, "conversations a micro-batch and process")
     accumulation: PositiveInt = opt(1, "micro-batches an optimizer step")
     optimizer: Literal["adamw", "muon"] = opt("adamw", "muon: Muon for hidden matrices, AdamW for the rest; not under "
                                                        "DeepSpeed (docs/training.md)")
-    lr: PositiveFloat = opt(1e-3, "peak learning rate")
+    lr: Amount = opt(1e-3, "peak learning rate")
     muon_lr: NonNegativeFloat = opt(0.0, "muon: peak rate of the hidden matrices, on AdamW's scale; 0 is train.lr")
-    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = opt(0.95, "muon: momentum of the hidden matrices")
+    muon_momentum: Beta = opt(0.95, "muon: momentum of the hidden matrices")
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = opt(5, "muon: Newton-Schulz iterations of an update")
     schedule: Literal["cosine", "linear", "wsd"] = opt("cosine", "how the rate falls after the warm-up; wsd: it stays "
                                                                  "at the peak first (docs/training.md)")
@@ -181,8 +183,8 @@ class Train:
     min_lr_share: Share = opt(0.05, "share of the peak where the schedule ends")
     decay_share: Share = opt(0.2, "wsd: share of the run's optimizer steps over which the rate falls")
     weight_decay: NonNegativeFloat = opt(0.0, "decoupled weight decay of all trained parameters")
-    beta1: float = opt(0.9, "AdamW beta1")
-    beta2: float = opt(0.95, "AdamW beta2")
+    beta1: Beta = opt(0.9, "AdamW beta1")
+    beta2: Beta = opt(0.95, "AdamW beta2")
     clip: PositiveFloat = opt(1.0, "global gradient norm is clipped to this")
     user_turns: bool = opt(False, "learn from the user turns that the traces mark (trace.user_turns) too, not only "
                                   "from answers")

@@ -4,7 +4,7 @@ Every function computes one case; a plan computes two, the best and the worst of
 """
 
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, lcm
 
 from recipes import draft_cost as draft
 from recipes.cost import Format, Pass, Speed, cache_per_gpu, pass_seconds, weights_per_gpu
@@ -160,6 +160,7 @@ class Training:
     batch_rows: int
     accumulation: int
     validate_every: int
+    save_every: int
     validation_length: int
     keep: int
     zero_stage: int
@@ -167,6 +168,12 @@ class Training:
     states: str = "stored"  # computed: by the target in every epoch
     cached: float = 0.0  # share of the rows that a cache keeps after the first epoch
     stored: str = "float32"  # how their states are stored, a key of recipes.storage.STORED
+
+
+def saves(steps: int, validate_every: int, save_every: int) -> int:
+    """Checkpoints that a run writes: at each validation, at each multiple of save_every, and at the end."""
+    at = (steps // n for n in (validate_every, save_every))
+    return sum(at) - steps // lcm(validate_every, save_every) + bool(steps % validate_every and steps % save_every)
 
 
 def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section: Training) -> Stage:
@@ -188,7 +195,7 @@ def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section
              "passes": busy, "updates": steps * draft.update_seconds(size, ranks, section.zero_stage, speed),
              "validation": checks * ceil(load.validation / ranks) * each}
     one = checkpoint_bytes(size.trained, size.parameters - size.trained, size.draft_vocab, size.vocab)
-    parts["checkpoints"] = checks * one / machine.disk
+    parts["checkpoints"] = saves(steps, section.validate_every, section.save_every) * one / machine.disk
     held = row_bytes(load.tokens, load.finals, size.taps, size.target_hidden, *STORED[section.stored])
     again = max(0.0, section.epochs - 1)
     read = section.epochs if section.states == "stored" else again * section.cached

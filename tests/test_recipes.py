@@ -75,7 +75,12 @@ def test_unknown_drafter_option_names_the_nearest():
     ("target: {dtype: fp8}", "target.dtype", "'fp8'"), ("train: {accumulation: 0}", "train.accumulation", "0"),
     ("train: {validate_every: 0}", "train.validate_every", "0"), ("train: {lr: -1.0}", "train.lr", "-1.0"),
     ("trace: {layers: 3}", "trace.layers", "3"), ("generation: {batch_size: 0}", "generation.batch_size", "0"),
-    ("prompts: {sources: [{count: -1}]}", "prompts.sources.0.count", "-1")])
+    ("prompts: {sources: [{count: -1}]}", "prompts.sources.0.count", "-1"),
+    ("train: {beta1: 1}", "train.beta1", "1"), ("train: {beta2: -0.1}", "train.beta2", "-0.1"),
+    ("train: {epochs: .inf}", "train.epochs", "inf"), ("train: {lr: .inf}", "train.lr", "inf"),
+    ("trace: {cache_gb: .inf}", "trace.cache_gb", "inf"), ("trace: {max_bad_share: 50}", "trace.max_bad_share", "50"),
+    ("generation: {max_lost_share: 50}", "generation.max_lost_share", "50"),
+    ("generation: {server: {timeout_s: .inf}}", "generation.server.timeout_s", "inf")])
 def test_wrong_value_names_file_field_and_value(tmp_path, text, field, value):
     """A value of the wrong type or range is refused where it is read, not where it would divide by zero."""
     path = write(tmp_path, text)
@@ -126,6 +131,15 @@ def test_overrides(tmp_path):
     assert recipe.target.skinny_linear is False
     options = options_of("eagle3", recipe.drafter.options)
     assert options.depth == 4 and options.step_decay == 0.1
+
+
+@pytest.mark.parametrize("text, value", [
+    ("{model: 1, lm_head: cpu}", {"model": 1, "lm_head": "cpu"}), ("auto", "auto"), ("", ""), ("[cpu]", "[cpu]"),
+    ("{model", "{model")])
+def test_text_that_may_be_a_mapping(tmp_path, text, value):
+    """A mapping on the command line is one where the field takes mappings, and text in every other field of text."""
+    recipe = load_recipe(write(tmp_path, "name: x"), {"target.device_map": text, "target.cache_dir": text})
+    assert recipe.target.device_map == value and recipe.target.cache_dir == text
 
 
 @pytest.mark.parametrize("text", ["drafter: {options: }", "drafter: {options: 3}"])

@@ -99,8 +99,8 @@ def test_training_hours_come_from_the_run(world):
     recipe = load_recipe(world / "r.yaml", {"roi.training_gpu_hours": "0", "plan.gpus": "4"})
     assert training_hours(recipe) == (None, "")
     run = world / "runs" / "w"
-    for stamped, last, hours in (("traces/provenance.json", "traces/manifest.json", 2.0),
-                                 ("provenance.json", "checkpoints/best.json", 3.0)):
+    for stamped, last, hours in (("traces/provenance.json", "traces/shards/shard-00000.json", 2.0),
+                                 ("provenance.json", "checkpoints/step-000001/trainer.json", 3.0)):
         for name in (stamped, last):
             (run / name).parent.mkdir(parents=True, exist_ok=True)
             (run / name).write_text(json.dumps({"time": "2026-01-01T00:00:00+00:00"}))
