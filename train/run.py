@@ -163,11 +163,14 @@ def work(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
         settings["init_from"] = begun.origin
     trainer = Trainer(accelerator, begun.drafter, reader, plan, recipe.train, folder / "checkpoints", origin, settings)
     if trainer.total <= recipe.train.warmup_steps:
-        accelerator.print(f"train.warmup_steps = {recipe.train.warmup_steps}: this run has {trainer.total} steps, so "
-                          "its rate never falls from the peak; set fewer", file=sys.stderr)
+        reached = trainer.total / recipe.train.warmup_steps
+        accelerator.print(f"train.warmup_steps = {recipe.train.warmup_steps}: this run has {trainer.total} steps, so its "
+                          f"rate still rises at the end, at {reached:.0%} of train.lr; set fewer", file=sys.stderr)
     resumed = trainer.resume()
-    together(accelerator, lambda: record(recipe, folder, resumed, trainer.progress.step >= trainer.total))
-    track(accelerator, recipe, folder, trainer.progress)
+    finished = trainer.progress.step >= trainer.total
+    together(accelerator, lambda: record(recipe, folder, resumed, finished))
+    if not finished:  # the trackers' servers would show a run without any step
+        track(accelerator, recipe, folder, trainer.progress)
     trainer.run()
     accelerator.end_training()
     if accelerator.is_main_process:
