@@ -36,6 +36,7 @@ class CardFacts:
     recipe: str  # as YAML, without local names
     start: Start | None = None
     answers_kept: bool = False  # generation.answers: keep
+    positions: int = 0  # that the drafter is labelled for; 0: not said
 
 
 def plain(value: Any) -> str:
@@ -93,7 +94,10 @@ def body(facts: CardFacts, report: dict[str, Any]) -> str:
               "## Licence", "",
               f"{plain(titles.title if titles else facts.licence)}. Target: {plain(terms.licence)}.", ""]
     lines += [f"- {plain(notice)}" for notice in facts.notices]
-    lines += ["", "## Limits", "", *(f"- {limit}" for limit in limits(report)), ""]
+    found = limits(report)
+    if facts.positions:
+        found.append(f"Labelled for {facts.positions:,} positions; contexts beyond them are not for this drafter.")
+    lines += ["", "## Limits", "", *(f"- {limit}" for limit in found), ""]
     return "\n".join(lines)
 
 

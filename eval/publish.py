@@ -228,7 +228,7 @@ class Publication:
             write_text(folder / PROMPTS, path.read_text(encoding="utf-8"))
         facts = CardFacts(self.options.repo, self.licence, self.terms, self.data, notices(self.terms, self.data),
                           self.options.format, shown, files["SERVE.md"], recipe, self.start,
-                          self.recipe.generation.answers == "keep")
+                          self.recipe.generation.answers == "keep", layout.flat(config)["max_position_embeddings"])
         write_text(folder / CARD, model_card(facts, report))
 
 

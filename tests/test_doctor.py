@@ -235,8 +235,8 @@ def test_sigterm_and_memory(base, monkeypatch):
 
 
 def test_a_drafter_from_elsewhere(base, capsys):
-    """Without traces of its own a published drafter is compared from the loop on, and what only one witness knows is not
-    called equal."""
+    """Without traces of its own a published drafter is compared from the loop on, and what only one witness knows is
+    not called equal."""
     path = base.run / "export" / "native"
     flags = ["--name", "theirs", "--drafter.path", str(path)]
     assert call(doctor.COMMAND, base.recipe, *flags) == 2

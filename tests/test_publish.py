@@ -101,7 +101,8 @@ def test_the_card(base):
     text = card.content
     first = 100 * report["total"]["acceptance"]["per_position"][0]
     for part in ("| position 3 |", f"{first:.1f} %", "vllm serve org/target", "prompts written by the target itself",
-                 "Prompt texts are not published", "## Limits", "Verdict: do not deploy", '"model": "org/drafter"',
+                 "Prompt texts are not published", "## Limits", "Labelled for 512 positions", "Verdict: do not deploy",
+                 '"model": "org/drafter"',
                  "--speculative-draft-model-path org/drafter"):
         assert part in text, part
     assert json.loads((staged(base) / "config.json").read_text())["drafthouse"]["target"]["model"] == "org/target"
