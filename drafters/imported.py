@@ -12,10 +12,10 @@ from typing import Any
 
 from drafters import checkpoint, vocab
 from drafters.export.foreign import Imported
-from drafters.initial import check_fit, drafter_of, resolve
+from drafters.initial import check_fit, drafter_of, resolve, taps_of
 from drafters.registry import entry, options_of
 from drafters.source import find, read
-from drafters.target import Target, default_layers
+from drafters.target import Target
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, sha256_json, sync_folder
 from recipes.schema import Drafter as Section
@@ -65,7 +65,7 @@ def chosen(section: Section, run: Path, target: Target) -> Path:
     found, digest = read(folder, FIELD)
     if found.kind != section.kind:
         raise ConfigError(f"{folder}: a drafter of kind {found.kind}, but drafter.kind = {section.kind}")
-    target.tap(found.layers or default_layers(target.depth))
+    target.tap(taps_of(found, target, str(folder)))
     layers = check_fit(found, target, str(folder))
     fingerprint = target.fingerprint()
     if found.target.get("fingerprint"):

@@ -58,7 +58,8 @@ class Evaluation:
         self.drafter = self.opened.drafter
         if self.target.grouped:
             use_skinny_linear(self.drafter)
-        room = self.target.max_length - self.section.max_tokens - room_of(self.section, self.plan) - 1
+        most = getattr(getattr(self.drafter, "shape", None), "max_position_embeddings", self.target.max_length)
+        room = min(self.target.max_length, most) - self.section.max_tokens - room_of(self.section, self.plan) - 1
         self.asking = Asking(self.target, self.sets, room, strict=not recipe.eval.sets)
         self.rows = self.asking.first()
         self.console = Console(stderr=True)

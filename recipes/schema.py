@@ -277,7 +277,7 @@ class Export:
                             "and values are checked in any case")
     check_prompts: PositiveInt = opt(4, "held-out prompts of that check")
     check_tokens: PositiveInt = opt(32, "longest answer of that check, in tokens")
-    tolerance: float = opt(0.02, "largest difference of an acceptance per position")
+    tolerance: Share = opt(0.02, "largest difference of an acceptance per position")
 
 
 @dataclass

@@ -126,7 +126,7 @@ def test_what_the_target_cannot_take_is_counted_or_refused(made):
     loose = asking(made[0], questions)
     assert [row.question.id for row in loose.first()] == ["fine"]
     assert loose.dropped["raw"] == {"ids outside the vocabulary": 1, "prompt beyond the context": 1}
-    with pytest.raises(ConfigError, match="evaluation prompt long: 61 tokens, the target's context leaves 60"):
+    with pytest.raises(ConfigError, match="evaluation prompt long: 61 tokens, the context leaves 60"):
         asking(made[0], questions[1:], strict=True).first()
     with pytest.raises(ConfigError, match="evaluation set raw: no question is left"):
         asking(made[0], questions[:2]).first()

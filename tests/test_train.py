@@ -171,8 +171,10 @@ def test_batch_without_loss_changes_nothing(build, base):
 @pytest.mark.parametrize("head", [True, False])
 def test_optimizer_and_checkpoint_hold_the_drafter_only(build, head):
     """Exactly the trainable drafter parameters are optimised; embedding and teacher head are in no file, and a
-    checkpoint is at most a tenth larger than the weights and two moments, as `make plan` says (case 62)."""
+    checkpoint is at most a tenth larger than the weights and two moments, as `make plan` says (case 62). All of them
+    have moved, and what is frozen has not (case 46)."""
     trainer = build(train__epochs=0.2, drafter__options__train_head=head, drafter__options__draft_vocab_size=32)
+    start = {name: p.detach().clone() for name, p in trainer.drafter.named_parameters()}
     trainer.run()
     held = [id(p) for group in trainer.optimizer.param_groups for p in group["params"]]
     wanted = trained_parameters(trainer.drafter)
@@ -184,6 +186,8 @@ def test_optimizer_and_checkpoint_hold_the_drafter_only(build, head):
         "d2t", "t2d"}
     assert set(load_file(folder / "optimizer.safetensors")) == {
         f"{key}/{name}" for key in ("exp_avg", "exp_avg_sq", "step") for name in wanted}
+    after = load_file(checkpoint.path_of(trainer.folder, trainer.progress.step) / "drafter.safetensors")
+    assert {name for name in start if not torch.equal(after[name], start[name])} == set(wanted)  # case 46
     size = sum(f.stat().st_size for f in folder.iterdir())
     trained, frozen = (sum(p.numel() * 4 for p in trainer.drafter.parameters() if p.requires_grad == kind)
                        for kind in (True, False))

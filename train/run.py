@@ -164,8 +164,8 @@ def work(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
     trainer = Trainer(accelerator, begun.drafter, reader, plan, recipe.train, folder / "checkpoints", origin, settings)
     if trainer.total <= recipe.train.warmup_steps:
         reached = trainer.total / recipe.train.warmup_steps
-        accelerator.print(f"train.warmup_steps = {recipe.train.warmup_steps}: this run has {trainer.total} steps, so its "
-                          f"rate still rises at the end, at {reached:.0%} of train.lr; set fewer", file=sys.stderr)
+        accelerator.print(f"train.warmup_steps = {recipe.train.warmup_steps}: this run has {trainer.total} steps, so "
+                          f"its rate still rises at the end, at {reached:.0%} of train.lr; set fewer", file=sys.stderr)
     resumed = trainer.resume()
     finished = trainer.progress.step >= trainer.total
     together(accelerator, lambda: record(recipe, folder, resumed, finished))
