@@ -3,7 +3,6 @@
 Measured inside the loop, in a run of its own, by calls that are timed where they are made.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from drafters.base import Drafter
 from drafters.target import Target
 from drafters.tree import Plan
 from eval import decode
+from eval.clock import now
 from eval.decode import Decoder
 
 PARTS = ("draft", "verify", "sample", "cache")
@@ -30,9 +30,7 @@ class Clock:
         self.inner: list[float] = []
 
     def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return now(self.device)
 
     def timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         """`work`, its time counted as `part`."""

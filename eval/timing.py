@@ -4,7 +4,6 @@ Interleaving lets all of them see the same machine; figures are sums over prompt
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from drafters.base import Drafter
 from drafters.fast_cpu import GROUPED
 from drafters.target import Target
 from drafters.tree import Plan, planned
+from eval.clock import now
 from eval.decode import Decoder, Output
 
 PLAIN, SPECULATIVE, TRANSFORMERS = "drafthouse plain loop", "speculative", "transformers generate"
@@ -40,8 +40,8 @@ class Timing:
         self.seconds.append(out.times[-1][0] - began)
         self.tokens.append(len(out.tokens))
         self.ttft_ms.append((out.times[0][0] - began) * 1e3)
-        for (before, _), (now, n) in zip(out.times, out.times[1:]):
-            self.itl_ms += [(now - before) * 1e3 / n] * n
+        for (before, _), (after, n) in zip(out.times, out.times[1:]):
+            self.itl_ms += [(after - before) * 1e3 / n] * n
 
 
 def interleaved(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan | int, max_tokens: int,
@@ -51,7 +51,7 @@ def interleaved(target: Target, drafter: Drafter, prompts: list[list[int]], plan
     timings = {PLAIN: Timing(), SPECULATIVE: Timing(), TRANSFORMERS: Timing()}
     for warm, prompt in [(True, prompts[0]), *((False, p) for p in prompts)]:
         for name, timing in timings.items():
-            began = time.perf_counter()
+            began = now(target.device)
             if name == TRANSFORMERS:
                 out = generate(target, prompt, max_tokens)
             elif name == PLAIN:
@@ -75,18 +75,19 @@ def generate(target: Target, prompt: list[int], max_tokens: int) -> Output:
     if target.grouped:
         model.set_attn_implementation(GROUPED)
     out.tokens = result[0, len(prompt):].tolist()
-    out.times = [(time.perf_counter(), len(out.tokens))]
+    out.times = [(now(target.device), len(out.tokens))]
     return out
 
 
-def medians_in_turns(works: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float]:
-    """Median milliseconds of each call, taken in turns so that all meet the same machine; one round warms up."""
+def medians_in_turns(works: dict[str, Callable[[], Any]], device: torch.device, repeats: int = 15) -> dict[str, float]:
+    """Median milliseconds of each call and of what it gives `device` to do, taken in turns so that all meet the same
+    machine; one round warms up."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repeats + 1):
         for name, work in works.items():
-            began = time.perf_counter()
+            began = now(device)
             work()
-            took = (time.perf_counter() - began) * 1e3
+            took = (now(device) - began) * 1e3
             if turn:
                 times[name].append(took)
     return {name: statistics.median(values) for name, values in times.items()}
@@ -120,7 +121,7 @@ def step_times(target: Target, drafter: Drafter, context: int, plan: Plan | int)
         "target_step_ms": lambda: target.forward(block[:, :1], ahead[:, :1], cache),
         "verify_ms": lambda: target.forward(block, ahead, cache),
         "draft_step_ms": cycle,
-    })
+    }, device)
     return times | {"draft_step_ms": times["draft_step_ms"] / plan.depth}
 
 
@@ -165,7 +166,7 @@ def by_batch(target: Target, drafter: Drafter, prompts: list[list[int]], plan: P
     rates = {}
     for name, work in (("baseline_tok_s", lambda: decoder.plain(prompts[:size])),
                        ("speculative_tok_s", lambda: decoder.speculative(prompts[:size], drafter, plan))):
-        began = time.perf_counter()
+        began = now(target.device)
         outputs = work()
-        rates[name] = sum(len(o.tokens) for o in outputs) / (time.perf_counter() - began)
+        rates[name] = sum(len(o.tokens) for o in outputs) / (now(target.device) - began)
     return {"batch": size, **rates, "speedup": rates["speculative_tok_s"] / rates["baseline_tok_s"]}

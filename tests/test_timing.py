@@ -1,9 +1,11 @@
 """Timing's arithmetic; the clock itself is scripted."""
 
 import pytest
+import torch
 from fakes import counting_drafter, counting_target
 from tiny import V
 
+from eval import clock as eval_clock
 from eval import timing
 from eval.decode import Output
 from eval.timing import Timing, by_batch, interleaved, medians_in_turns, percentiles, predict, speedup, step_times
@@ -53,9 +55,33 @@ def test_medians_are_taken_in_turns_after_a_round_of_warming_up(monkeypatch):
     calls = []
     took = [("a", 90), ("b", 80), ("a", 1), ("b", 7), ("a", 900), ("b", 5), ("a", 3), ("b", 6)]
     clock = iter([x for i, (_, ms) in enumerate(took) for x in (i, i + ms / 1e3)])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    found = medians_in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3)
+    monkeypatch.setattr(eval_clock.time, "perf_counter", lambda: next(clock))
+    works = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    found = medians_in_turns(works, torch.device("cpu"), repeats=3)
     assert found == pytest.approx({"a": 3.0, "b": 6.0}) and calls == [name for name, _ in took]
+
+
+class Accelerator:
+    """A clock in ms, and a device whose calls return at once: their work takes its time when somebody waits for it."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.ms, self.waiting = 0.0, 0.0
+        monkeypatch.setattr(eval_clock.time, "perf_counter", lambda: self.ms / 1e3)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.wait())
+
+    def wait(self) -> None:
+        self.ms, self.waiting = self.ms + self.waiting, 0.0
+
+    def work(self, launch: float, ms: float) -> None:
+        self.ms, self.waiting = self.ms + launch, self.waiting + ms
+
+
+def test_a_call_is_timed_with_its_own_work_on_the_device(monkeypatch):
+    """Launches of 1 ms with 10 and 3 ms of work behind them take 11 and 4 ms: neither the launch alone nor the work of
+    the call before."""
+    gpu = Accelerator(monkeypatch)
+    works = {"verify": lambda: gpu.work(1, 10), "draft": lambda: gpu.work(1, 3)}
+    assert medians_in_turns(works, torch.device("cuda", 0), 3) == pytest.approx({"verify": 11.0, "draft": 4.0})
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +118,6 @@ def test_by_batch_by_hand(counting, monkeypatch):
     monkeypatch.setattr(timing.Decoder, "plain", lambda self, prompts: outputs)
     monkeypatch.setattr(timing.Decoder, "speculative", lambda self, prompts, drafter, K: outputs)
     clock = iter([0.0, 4.0, 10.0, 11.0])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(eval_clock.time, "perf_counter", lambda: next(clock))
     row = by_batch(target, drafter, [[5], [6], [7]], 3, 12, 2)
     assert row == {"batch": 2, "baseline_tok_s": 6.0, "speculative_tok_s": 24.0, "speedup": 4.0}
