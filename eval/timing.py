@@ -4,12 +4,14 @@ Interleaving lets all of them see the same machine; figures are sums over prompt
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
 from drafters.base import Drafter
 from drafters.fast_cpu import GROUPED
@@ -48,35 +50,44 @@ def interleaved(target: Target, drafter: Drafter, prompts: list[list[int]], plan
                 progress: Callable[[], None]) -> dict[str, Timing]:
     """Times every prompt with each engine in turn; the first prompt runs once before, uncounted."""
     decoder = Decoder(target, max_tokens)
-    timings = {PLAIN: Timing(), SPECULATIVE: Timing(), TRANSFORMERS: Timing()}
+    works = {PLAIN: lambda prompt: decoder.plain([prompt])[0],
+             SPECULATIVE: lambda prompt: decoder.speculative([prompt], drafter, plan)[0],
+             TRANSFORMERS: lambda prompt: generate(target, prompt, max_tokens)}
+    timings = {name: Timing() for name in works}
     for warm, prompt in [(True, prompts[0]), *((False, p) for p in prompts)]:
-        for name, timing in timings.items():
-            began = now(target.device)
-            if name == TRANSFORMERS:
-                out = generate(target, prompt, max_tokens)
-            elif name == PLAIN:
-                out = decoder.plain([prompt])[0]
-            else:
-                out = decoder.speculative([prompt], drafter, plan)[0]
+        for name, work in works.items():
+            with as_loaded(target) if name == TRANSFORMERS else nullcontext():
+                began = now(target.device)
+                out = work(prompt)
             if not warm:
-                timing.add(began, out)
+                timings[name].add(began, out)
         progress()
     return timings
 
 
-def generate(target: Target, prompt: list[int], max_tokens: int) -> Output:
-    """transformers' own greedy generate with its own attention, as an Output (times of first and last token only)."""
-    out, model = Output(), target.model
+@contextmanager
+def as_loaded(target: Target) -> Iterator[None]:
+    """The model with transformers' own attention, and with no generation settings but its end tokens: a repetition
+    penalty that it was published with acts on greedy text too, and the loop does not apply it."""
+    model, settings, ends = target.model, target.model.generation_config, target.end_ids
+    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0)
     if target.grouped:
         model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.generation_config = settings
+        if target.grouped:
+            model.set_attn_implementation(GROUPED)
+
+
+def generate(target: Target, prompt: list[int], max_tokens: int) -> Output:
+    """transformers' own greedy generate as an Output, the time of the whole answer alone; inside `as_loaded`."""
     ids = torch.tensor([prompt], device=target.device)
-    result = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,
-                            eos_token_id=target.end_ids, pad_token_id=target.end_ids[0])
-    if target.grouped:
-        model.set_attn_implementation(GROUPED)
-    out.tokens = result[0, len(prompt):].tolist()
-    out.times = [(now(target.device), len(out.tokens))]
-    return out
+    result = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens,
+                                   do_sample=False)
+    tokens = result[0, len(prompt):].tolist()
+    return Output(tokens, times=[(now(target.device), len(tokens))])
 
 
 def medians_in_turns(works: dict[str, Callable[[], Any]], device: torch.device, repeats: int = 15) -> dict[str, float]:

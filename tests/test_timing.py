@@ -4,11 +4,22 @@ import pytest
 import torch
 from fakes import counting_drafter, counting_target
 from tiny import V
+from transformers import GenerationConfig
 
 from eval import clock as eval_clock
 from eval import timing
 from eval.decode import Output
-from eval.timing import Timing, by_batch, interleaved, medians_in_turns, percentiles, predict, speedup, step_times
+from eval.timing import (
+    Timing,
+    by_batch,
+    generate,
+    interleaved,
+    medians_in_turns,
+    percentiles,
+    predict,
+    speedup,
+    step_times,
+)
 
 
 def test_percentiles_are_null_with_a_reason():
@@ -101,6 +112,41 @@ def test_engines_take_turns_on_the_same_prompts(counting):
     assert len(timings[timing.SPECULATIVE].itl_ms) == 11 + 8 + 11 == len(timings[timing.PLAIN].itl_ms)
     assert all(len(t.seconds) == len(t.ttft_ms) == 3 for t in timings.values())
     assert target.model.config._attn_implementation == timing.GROUPED  # given back after `generate`
+
+
+def test_transformers_gives_the_plain_text_whatever_the_model_was_published_with(counting):
+    """A repetition penalty and a shortest answer in the generation settings leave the text that the loop decodes, and
+    are there again afterwards; a target without an end token is timed too."""
+    target, drafter = counting
+    published = target.model.generation_config
+    settings = GenerationConfig(repetition_penalty=1e300, min_new_tokens=11, eos_token_id=2)
+    target.model.generation_config = settings
+    try:
+        timings = interleaved(target, drafter, [[57]], 3, 12, lambda: None)
+        with timing.as_loaded(target):
+            assert generate(target, [20, 21, 22, 20], 3).tokens == [21, 22, 23]
+        assert target.model.generation_config is settings
+    finally:
+        target.model.generation_config = published
+    assert {name: t.tokens for name, t in timings.items()} == dict.fromkeys(timings, [9])
+
+
+def test_a_target_without_end_tokens_is_timed(counting, monkeypatch):
+    target, _ = counting
+    monkeypatch.setattr(type(target), "end_ids", property(lambda self: []))
+    with timing.as_loaded(target):
+        assert generate(target, [57], 12).tokens == [58, 59, 60, 61, 62, 63, *range(6)]
+
+
+def test_nothing_but_the_answer_is_in_its_seconds(counting, monkeypatch):
+    """The switches of attention, two seconds each here, lie outside what is timed of transformers."""
+    target, drafter = counting
+    clock = Accelerator(monkeypatch)
+    switch = type(target.model).set_attn_implementation
+    monkeypatch.setattr(type(target.model), "set_attn_implementation",
+                        lambda self, name: clock.work(2000, 0) or switch(self, name))
+    timings = interleaved(target, drafter, [[57]], 3, 12, lambda: None)
+    assert clock.ms == 8000 and timings[timing.TRANSFORMERS].seconds == [0.0]
 
 
 def test_step_times_leave_figures_for_the_formula(counting):
