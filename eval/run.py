@@ -195,18 +195,18 @@ class Evaluation:
         engine = timing.PLAIN if plain.tok_s >= reference.tok_s else timing.TRANSFORMERS
         ratio, ci95 = timing.speedup(timings[engine], fast, section.seed)
         steps = timing.step_times(self.target, self.drafter, 200, plan)
-        timed = Decoder(self.target, section.speed_tokens).speculative(rows, self.drafter, plan)
         batches = [timing.by_batch(self.target, self.drafter, rows, plan, section.speed_tokens, size)
-                   for size in section.batch_sizes if size <= len(rows)]
+                   for size in section.batch_sizes]
         single = {"batch": 1, "baseline_tok_s": timings[engine].tok_s, "speculative_tok_s": fast.tok_s,
-                  "speedup": ratio}
+                  "speedup": ratio, "engine": engine, "prompts": len(rows)}
         speed = {"baseline_tok_s": timings[engine].tok_s, "baseline_engine": engine, "speculative_tok_s": fast.tok_s,
                  "speedup": ratio, "ci95": ci95, "prompts": len(rows), "by_batch": [single, *batches], **steps,
-                 "predicted_speedup": timing.predict(per_pass(timed), steps, plan.depth),
+                 "step_repeats": timing.REPEATS,
+                 "predicted_speedup": timing.predict(per_pass(fast.outputs), steps, plan.depth),
                  "cycle": breakdown.cycle(self.target, self.drafter, rows, plan, section.speed_tokens),
                  "engines": {timing.PLAIN: plain.tok_s, timing.TRANSFORMERS: reference.tok_s}}
-        latency = {name: {"baseline": timing.percentiles(getattr(plain, name)),
-                          "speculative": timing.percentiles(getattr(fast, name))} for name in ("ttft_ms", "itl_ms")}
+        latency = {name: {"baseline": plain.latency(name), "speculative": fast.latency(name)}
+                   for name in ("ttft_ms", "itl_ms", "burst_ms")}
         return speed, latency, {i: one for i, one in zip(chosen, timing.each(timings[engine], fast))}
 
     def head(self) -> dict[str, Any]:
