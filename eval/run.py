@@ -35,7 +35,7 @@ from eval.report import summary_lines, write_report
 from eval.rows import Asking, Row
 from eval.summary import markdown
 from eval.track import check_tracker, log_figures
-from eval.verdict import decide
+from eval.verdict import decide, lossless_fault
 from recipes.cli import Command, process, run_dir
 from recipes.errors import RunError
 from recipes.files import sha256_json, write_json, write_text
@@ -274,10 +274,9 @@ def main(recipe: Recipe, switches: set[str], options: Options) -> None:
         write_json(folder / "gate.json", {"gate": str(gate.path), "reference": gate.reference_path,
                                           "bounds": [asdict(one) for one in judged]})
         write_text(folder / "report.md", markdown(report, [asdict(one) for one in judged]))
-    greedy = report["total"]["lossless"]["greedy"]
-    if greedy["mismatches"] > 0 or greedy["near_ties"] > 0.01 * max(greedy["prompts"], 100):
-        raise RunError(f"speculation changed {greedy['mismatches']} of {greedy['prompts']} greedy answers "
-                       f"({greedy['near_ties']} near-ties): this drafter must not be served")
+    fault = lossless_fault(report["total"])
+    if fault:
+        raise RunError(f"{fault}: this drafter must not be served")
     if broken(judged):
         raise RunError(f"gate {gate.path} is broken: {'; '.join(broken(judged))}")
 

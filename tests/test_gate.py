@@ -8,8 +8,10 @@ import pytest
 import yaml
 from evaluated import evaluate, world
 from test_report import sample_report
+from tiny import call, write_recipe
 
 from eval.gate import BROKEN, HELD, SKIPPED, Gate, Options, broken, lines, number_at
+from eval.run import COMMAND
 from recipes.errors import ConfigError
 from recipes.gates import read_gates
 
@@ -153,3 +155,16 @@ def test_exit_codes(tmp_path, capsys):
         assert evaluate(recipe, "--gate", gate, "--report", str(report), "--drafter.path", "/nowhere")[0] == code
     assert evaluate(recipe, "--gate", held, "--reference", str(report))[0] == 0
     assert report.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("part, value", [("greedy.mismatches", 1), ("greedy.near_ties", 2), ("sampling.p_value", 1e-9)])
+def test_the_exit_code_follows_the_losslessness_of_the_verdict(tmp_path, capsys, part, value):
+    """Case 59: whatever the gate says, a report that shows changed text or sampling ends with 1 and the reason."""
+    gate = write(tmp_path, bounds=[{"metric": LENGTH, "min": 1.0}])
+    fault = write_report(tmp_path, "fault.json", {f"total.lossless.{part}": value})
+    sound = write_report(tmp_path, "sound.json", {"total.lossless.greedy.near_ties": 0})
+    recipe = write_recipe(tmp_path / "r.yaml", tmp_path / "model")
+    assert call(COMMAND, recipe, "--gate", gate, "--report", sound) == 0
+    capsys.readouterr()
+    assert call(COMMAND, recipe, "--gate", gate, "--report", fault) == 1
+    assert capsys.readouterr().err.strip().endswith(": this drafter must not be served")
