@@ -85,6 +85,9 @@ def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, 
         limit += f" and contexts below {fall[0]:,} tokens"
         reasons.append(f"mean acceptance length falls from {fall[1]:.2f} to {fall[2]:.2f} beyond {fall[0]:,} tokens of "
                        "context")
+    thin = [row["batch"] for row in speed["by_batch"] if row.get("prompts", row["batch"]) < row["batch"]]
+    if thin:
+        reasons.append(f"batch {', '.join(map(str, thin))} was timed with {speed['prompts']} prompts repeated")
     if slow or len(speed["by_batch"]) == 1:
         reasons.append("larger batches lose or were not measured")
     if slow or fall or len(speed["by_batch"]) == 1:

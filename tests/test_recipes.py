@@ -75,7 +75,9 @@ def test_unknown_drafter_option_names_the_nearest():
     ("target: {dtype: fp8}", "target.dtype", "'fp8'"), ("train: {accumulation: 0}", "train.accumulation", "0"),
     ("train: {validate_every: 0}", "train.validate_every", "0"), ("train: {lr: -1.0}", "train.lr", "-1.0"),
     ("trace: {layers: 3}", "trace.layers", "3"), ("generation: {batch_size: 0}", "generation.batch_size", "0"),
-    ("prompts: {sources: [{count: -1}]}", "prompts.sources.0.count", "-1")])
+    ("prompts: {sources: [{count: -1}]}", "prompts.sources.0.count", "-1"),
+    ("eval: {batch_sizes: [4, 1]}", "eval.batch_sizes.1", "1"), ("eval: {batch_sizes: [0]}", "eval.batch_sizes.0", "0"),
+    ("eval: {batch_sizes: [-1]}", "eval.batch_sizes.0", "-1")])
 def test_wrong_value_names_file_field_and_value(tmp_path, text, field, value):
     """A value of the wrong type or range is refused where it is read, not where it would divide by zero."""
     path = write(tmp_path, text)

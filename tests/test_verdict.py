@@ -84,6 +84,16 @@ def test_slow_at_batch_one_too():
     assert decide(total(by_batch=((1, 0.9), (4, 1.5))), EVEN)["decision"] == "do not deploy"
 
 
+def test_a_batch_of_repeated_prompts_is_named():
+    """Case 23: what filled batch 16 is said, since rows of one prompt are no traffic."""
+    whole = total(by_batch=((1, 1.6), (4, 1.3), (16, 1.1)))
+    for row in whole["speed"]["by_batch"]:
+        row["prompts"] = 9
+    result = decide(whole, EVEN)
+    assert result["decision"] == "deploy" and "batch 16 was timed with 9 prompts repeated" in reasons(result)
+    assert "repeated" not in reasons(decide(total(), EVEN))
+
+
 def test_weak_kinds_are_named():
     """A kind that is clearly below the whole is named, although the mean is fine."""
     result = decide(total(), EVEN | {"maths": {"tokens_per_target_pass": 2.5}})
