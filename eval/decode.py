@@ -64,7 +64,7 @@ class Output:
         None where nothing was; own: the target's token there."""
         self.passes += 1
         if drafted:
-            self.acceptance.add(accepted, drafted)
+            self.acceptance.add(accepted, drafted, refused is not None)
             self.drafts.append((context, accepted))
         if refused is not None:
             self.rejected.append(own)

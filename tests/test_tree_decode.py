@@ -147,6 +147,8 @@ def test_paths_by_hand():
     assert out.drafts == [(3, 3), (7, 1), (9, 3)] and out.passes == 3 and out.rejected == []
     assert out.acceptance == Acceptance(3, 3, [3, 2, 2], 27)
     assert out.acceptance.rate == 7 / 27 and out.acceptance.mean_length == 1 + 7 / 3
+    # Case 54: the second draft ends at a leaf, so it is no evidence of a second level
+    assert out.acceptance.refused == [0, 0, 0] and out.acceptance.conditional == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("end", [None, *range(7)])
