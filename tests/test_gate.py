@@ -98,15 +98,24 @@ def test_without_a_reference_relative_bounds_are_not_judged(tmp_path):
 
 
 def test_references_must_fit(tmp_path):
-    """Case 50: another stack, and other prompts, are refused by name unless the file allows it."""
+    """Case 50: another stack, and other prompts, are refused by name unless the file allows it. Prompts are told apart
+    by the ids sent: a file of which only a part was asked has the same checksum."""
     bounds = [{"metric": LENGTH, "max_drop": 1.0}]
+    first, = sample_report()["prompts"]
+    more = [first, first | {"id": "chat-02", "ids_sha256": "cd" * 8}]
     for change, message in (({"stack.dtype": "bfloat16"}, "stack.dtype was 'bfloat16', now 'float32'"),
-                            ({"settings.prompts_sha256": "x"}, "prompts_sha256 was 'x'")):
+                            ({"settings.max_tokens": 9}, "max_tokens was 9, now 64"),
+                            ({"prompts": more},
+                             "2 questions were asked, now 1, 1 of them the same (not builtin chat-02)"),
+                            ({"prompts": [first | {"ids_sha256": "ee" * 8}]},
+                             "1 questions were asked, now 1, 0 of them the same (not builtin chat-01)")):
         reference = write_report(tmp_path, "before.json", change)
         with pytest.raises(ConfigError) as error:
             states(tmp_path, bounds, reference=reference)
         assert message in str(error.value) and "across: true" in str(error.value)
         assert states(tmp_path, bounds, reference=reference, across=True) == [HELD]
+    later = {"prompts": [first, first | {"round": 1, "ids_sha256": "cd" * 8}], "settings.prompts_sha256": "x"}
+    assert states(tmp_path, bounds, reference=write_report(tmp_path, "before.json", later)) == [HELD]
 
 
 def test_unknown_metric_names_the_nearest():
