@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from evaluated import evaluate, world
-from test_report import sample_report
+from test_report import SCHEMA, sample_report
 from tiny import call, write_recipe
 
 from eval.gate import BROKEN, HELD, SKIPPED, Gate, Options, broken, lines, number_at
@@ -164,6 +164,19 @@ def test_exit_codes(tmp_path, capsys):
         assert evaluate(recipe, "--gate", gate, "--report", str(report), "--drafter.path", "/nowhere")[0] == code
     assert evaluate(recipe, "--gate", held, "--reference", str(report))[0] == 0
     assert report.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("part", [key for key in SCHEMA["required"] if key != "schema"])
+def test_a_report_without_a_part_is_refused(tmp_path, capsys, part):
+    """Each part that the schema requires is named where it is missing; none ends in a traceback."""
+    report = sample_report()
+    gate = write(tmp_path, bounds=[{"metric": LENGTH, "min": 1.0}])
+    recipe = write_recipe(tmp_path / "r.yaml", tmp_path / "model")
+    for value in (None, 3):
+        report[part] = value
+        (tmp_path / "part.json").write_text(json.dumps({k: v for k, v in report.items() if v is not None}))
+        assert call(COMMAND, recipe, "--gate", gate, "--report", str(tmp_path / "part.json")) == 2
+        assert f"part.json: {part} missing or not of its form: made by an earlier" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part, value", [("greedy.mismatches", 1), ("greedy.near_ties", 2), ("sampling.p_value", 1e-9)])
