@@ -39,7 +39,7 @@ from eval.verdict import decide, lossless_fault
 from recipes.cli import Command, process, run_dir
 from recipes.errors import RunError
 from recipes.files import sha256_json, write_json, write_text
-from recipes.provenance import git_revision, stamp
+from recipes.provenance import stamp
 from recipes.schema import Recipe
 
 
@@ -48,6 +48,7 @@ class Evaluation:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.section = recipe, recipe.eval
+        self.began = stamp(asdict(recipe))
         self.folder = run_dir(recipe)
         self.sets = read_sets(recipe.eval, self.folder / "eval" / "sets", recipe.prompts.max_bad_share)
         layers = recipe.trace.layers if entry(recipe.drafter.kind).trained else None  # others read no hidden states
@@ -58,7 +59,8 @@ class Evaluation:
         self.drafter = self.opened.drafter
         if self.target.grouped:
             use_skinny_linear(self.drafter)
-        room = self.target.max_length - self.section.max_tokens - room_of(self.section, self.plan) - 1
+        longest = max(self.section.max_tokens, self.section.speed_tokens)
+        room = self.target.max_length - longest - room_of(self.section, self.plan) - 1
         self.asking = Asking(self.target, self.sets, room, strict=not recipe.eval.sets)
         self.rows = self.asking.first()
         self.console = Console(stderr=True)
@@ -209,9 +211,15 @@ class Evaluation:
                    for name in ("ttft_ms", "itl_ms", "burst_ms")}
         return speed, latency, {i: one for i, one in zip(chosen, timing.each(timings[engine], fast))}
 
+    def stack(self) -> dict[str, Any]:
+        """Software and machine as the evaluation found them when it began."""
+        began, machine = self.began, self.began["machine"]
+        return {"versions": began["versions"], "dtype": self.recipe.target.dtype, "device": str(self.target.device),
+                "threads": torch.get_num_threads(), "git": began["git"], "time": began["time"],
+                "OMP_WAIT_POLICY": machine["OMP_WAIT_POLICY"], "load_1m": machine["load_1m"]}
+
     def head(self) -> dict[str, Any]:
         recipe, section, drafter = self.recipe, self.section, self.drafter
-        origin = stamp(asdict(recipe))
         return {
             "schema": "drafthouse.report/1", "name": recipe.name,
             "target": {"model": recipe.target.model, "fingerprint": self.target.fingerprint(),
@@ -219,10 +227,7 @@ class Evaluation:
             "drafter": {"kind": drafter.kind, "checkpoint": self.opened.folder.name if self.opened.folder else "",
                         "parameters": sum(p.numel() for p in drafter.parameters()),
                         "draft_vocab_size": int(drafter.t2d.sum()), "options": drafter.meta()["options"]},
-            "stack": {"versions": origin["versions"], "dtype": recipe.target.dtype, "device": str(self.target.device),
-                      "threads": torch.get_num_threads(), "git": git_revision(), "time": origin["time"],
-                      "OMP_WAIT_POLICY": origin["machine"]["OMP_WAIT_POLICY"],
-                      "load_1m": origin["machine"]["load_1m"]},
+            "stack": self.stack(),
             "settings": {"draft_length": self.plan.depth, "plan": described(self.plan), "plan_reason": self.reason,
                          "temperature": 0.0, "max_tokens": section.max_tokens, "batch_size": section.batch_size,
                          "prompts": ", ".join(s.name for s in self.sets) if section.sets else section.prompts,

@@ -10,8 +10,10 @@ from tiny_drafter import LAYERS
 
 from data.chat import prompt_ids
 from data.evalsets import Question, Questions
+from eval import run as eval_run
 from eval.rows import Asking
 from recipes.errors import ConfigError
+from recipes.loader import load_recipe
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +106,28 @@ def test_cycle_adds_up(made):
     parts = [cycle[f"{name}_ms"] for name in ("draft", "verify", "sample", "cache", "other")]
     assert sum(parts) == pytest.approx(cycle["cycle_ms"]) and all(part > 0 for part in parts)
     assert cycle["cycles"] > 5
+
+
+def test_the_stack_is_as_it_was_at_the_start(made, monkeypatch):
+    """Time and load are taken before anything is loaded or decoded: what is measured itself is a load."""
+    machine = {"OMP_WAIT_POLICY": "unset", "load_1m": 0.1}
+    began = iter([{"versions": {}, "git": "g", "time": "then", "machine": machine}])
+    with monkeypatch.context() as patch:
+        patch.setattr(eval_run, "stamp", lambda recipe: next(began))
+        patch.setattr(eval_run, "read_sets", lambda *args: pytest.fail("read first") if list(began) else [])
+        patch.setattr(eval_run.Asking, "first", lambda self: [])
+        stack = eval_run.Evaluation(load_recipe(made[0])).head()["stack"]
+    assert (stack["time"], stack["load_1m"], stack["git"]) == ("then", 0.1, "g")
+
+
+def test_a_timed_answer_fits_the_context(made, monkeypatch):
+    """eval.speed_tokens may be more than eval.max_tokens: the longer of both leaves the room of a prompt."""
+    rooms = []
+    monkeypatch.setattr(eval_run, "Asking", lambda target, sets, room, strict: rooms.append(room) or Asking(
+        target, sets, room, strict))
+    for tokens in ("6", "12", "40"):
+        eval_run.Evaluation(load_recipe(made[0], {"eval.speed_tokens": tokens}))
+    assert rooms == [512 - 12 - 3 - 1] * 2 + [512 - 40 - 3 - 1]
 
 
 def asking(recipe, questions: list[Question], strict: bool = False, room: int = 60) -> Asking:
