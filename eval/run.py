@@ -24,7 +24,7 @@ from drafters.tree import chain
 from eval import breakdown, timing
 from eval.adapt import measured_choice
 from eval.decode import Decoder, Output
-from eval.earlier import key_of, read_report, sets_sha256
+from eval.earlier import STACK, key_of, read_report, sets_sha256
 from eval.figures import arrivals, by_set, per_pass, spread, statistics
 from eval.gate import Gate, Options, broken
 from eval.gate import lines as gate_lines
@@ -37,7 +37,7 @@ from eval.summary import markdown
 from eval.track import check_tracker, log_figures
 from eval.verdict import decide, lossless_fault
 from recipes.cli import Command, process, run_dir
-from recipes.errors import RunError
+from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_json, write_json, write_text
 from recipes.provenance import stamp
 from recipes.schema import Recipe
@@ -81,12 +81,14 @@ class Evaluation:
         return key_of(self.opened.digest, self.section, self.sets, self.target.fingerprint())
 
     def finished(self) -> dict[str, Any] | None:
-        """The report of the same evaluation, where it was made before."""
+        """The report of the same evaluation on the same stack, where it was made before; times are of the stack."""
         try:
-            report = json.loads((self.folder / "eval" / "report.json").read_text(encoding="utf-8"))
-            return report if report["settings"]["key"] == self.key() else None
-        except (OSError, ValueError, KeyError, TypeError):
+            report = read_report(self.folder / "eval" / "report.json")
+        except ConfigError:  # there is none, or none that is whole: it is made now
             return None
+        now = self.stack()
+        same = all(report["stack"].get(name) == now[name] for name in STACK)
+        return report if same and report["settings"].get("key") == self.key() else None
 
     def run(self) -> dict[str, Any]:
         section = self.section
@@ -256,7 +258,9 @@ def evaluated(recipe: Recipe, again: bool) -> tuple[dict[str, Any], Path]:
     evaluation = Evaluation(recipe)
     folder = evaluation.folder / "eval"
     report = None if again else evaluation.finished()
-    if report is None:
+    if report is not None:
+        print(f"evaluation of {report['stack']['time']} found finished; --again measures anew")
+    else:
         report = evaluation.run()
         write_report(report, read_curve(evaluation.folder) if evaluation.opened.folder else [], folder)
         log_figures(recipe, report, evaluation.folder)

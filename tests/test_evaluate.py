@@ -13,6 +13,7 @@ from data.evalsets import Question, Questions
 from eval import run as eval_run
 from eval.rows import Asking
 from recipes.errors import ConfigError
+from recipes.files import write_json
 from recipes.loader import load_recipe
 
 
@@ -106,6 +107,26 @@ def test_cycle_adds_up(made):
     parts = [cycle[f"{name}_ms"] for name in ("draft", "verify", "sample", "cache", "other")]
     assert sum(parts) == pytest.approx(cycle["cycle_ms"]) and all(part > 0 for part in parts)
     assert cycle["cycles"] > 5
+
+
+def test_a_finished_evaluation_is_said_to_be_one_and_is_of_its_stack(made, capsys, monkeypatch):
+    """Case 50: the report of another stack (threads, precision, device, versions) is not given out as this one's; one
+    that is found is named with its time."""
+    recipe, report = made
+    path = recipe.parent / "runs" / "tiny" / "eval" / "report.json"
+    write_json(path, report)  # other tests evaluate there too
+    monkeypatch.setattr(eval_run.Evaluation, "run", lambda self: pytest.fail("evaluated again"))
+    capsys.readouterr()
+    assert evaluate(recipe)[0] == 0
+    assert f"evaluation of {report['stack']['time']} found finished; --again measures anew" in capsys.readouterr().out
+    again = eval_run.Evaluation(load_recipe(recipe))
+    for name, other in (("threads", 64), ("device", "cuda:0"), ("dtype", "bfloat16"), ("versions", {"torch": "1.0"})):
+        write_json(path, report | {"stack": report["stack"] | {name: other}})
+        assert again.finished() is None, name
+    path.write_text(json.dumps(report)[:1000])
+    assert again.finished() is None
+    write_json(path, report)
+    assert again.finished() == report
 
 
 def test_the_stack_is_as_it_was_at_the_start(made, monkeypatch):
