@@ -42,7 +42,7 @@ def sets_sha256(sets: list[Questions]) -> str:
 def key_of(drafter: str, section: Eval, sets: list[Questions], fingerprint: dict[str, str]) -> str:
     """Digest of all that decides the figures of an evaluation, times aside: what a finished one is recognised by.
 
-    drafter: digest of what decides its drafts, for a checkpoint that of its weights.
+    drafter: digest of what decides its drafts, for a checkpoint checkpoint.digest_of.
     """
     settings = {k: v for k, v in asdict(section).items() if k != "tracker"}
     return sha256_json([drafter, settings, sets_sha256(sets), fingerprint])

@@ -17,6 +17,7 @@ from huggingface_hub import get_token
 from data.evalsets import read_sets
 from data.prompts import BUILTIN
 from data.reader import open_manifest
+from drafters.checkpoint import digest_of
 from drafters.export.check import read_config
 from drafters.export.engines import ENGINES
 from drafters.export.layouts import LAYOUTS
@@ -132,9 +133,10 @@ class Publication:
             if differ:
                 found.append(f"target fingerprint: {what} was made with another target ({', '.join(differ)})")
         sets = read_sets(self.recipe.eval, self.run / "eval" / "sets", self.recipe.prompts.max_bad_share)
-        key = key_of(origin["checkpoint_sha256"], self.recipe.eval, sets, served)
+        key = key_of(digest_of(origin["checkpoint_sha256"], origin), self.recipe.eval, sets, served)
         if not found and self.report["settings"].get("key") != key:
-            found.append("eval/report.json: is not of this checkpoint, these prompts and settings; run `make eval`")
+            found.append("eval/report.json: is not of this checkpoint, these prompts and settings; run `make export` "
+                         "and `make eval`")
         return found
 
     def stage(self) -> Path:

@@ -90,7 +90,8 @@ def export(recipe: Recipe, folder: Path, layout: str, target: Target, layers: li
         raise ConfigError(f"{weights}: no such checkpoint")
     out, proof = folder / "export" / layout, folder / "export" / f"{layout}-{CHECK}"
     settings = asdict(recipe.export) | {"formats": [], "draft_length": recipe.eval.draft_length}
-    key = sha256_json([sha256_file(weights), settings, recipe.eval.prompts, target.fingerprint()])
+    digest = checkpoint.digest_of(sha256_file(weights), checkpoint.read_meta(source))
+    key = sha256_json([digest, settings, recipe.eval.prompts, target.fingerprint()])
     if proven(proof, key, digests(out)) and not again:
         print(f"exported before: {out}")
         return out

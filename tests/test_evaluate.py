@@ -1,6 +1,7 @@
 """`make eval` on several sets, end to end on a tiny target: what is asked, counted and written."""
 
 import json
+from pathlib import Path
 
 import pytest
 from evaluated import LOG, TURNS, evaluate, world
@@ -127,6 +128,28 @@ def test_a_finished_evaluation_is_said_to_be_one_and_is_of_its_stack(made, capsy
     assert again.finished() is None
     write_json(path, report)
     assert again.finished() == report
+
+
+def test_the_same_weights_read_otherwise_are_another_drafter(made):
+    """An imported folder whose option or rotary base was set right afterwards has the same weights and drafts others:
+    its finished evaluation is not this one's."""
+    recipe = load_recipe(made[0])
+    path = Path(recipe.drafter.path) / "drafter.json"
+    whole, keys = path.read_text(), []
+    write_json(made[0].parent / "runs" / "tiny" / "eval" / "report.json", made[1])
+    before = eval_run.Evaluation(recipe)
+    assert before.finished() == made[1]
+    for part, name, value in (("options", "feedback", "post_norm"), ("shape", "rms_norm_eps", 1e-4)):
+        meta = json.loads(whole)
+        meta[part][name] = value
+        path.write_text(json.dumps(meta))
+        try:
+            changed = eval_run.Evaluation(recipe)
+        finally:
+            path.write_text(whole)
+        assert changed.finished() is None
+        keys.append(changed.key())
+    assert len({before.key(), *keys}) == 3
 
 
 def test_the_stack_is_as_it_was_at_the_start(made, monkeypatch):
