@@ -24,6 +24,7 @@ from data.rows import files_of, local_rows
 from data.sources import Loaded, check_bad, take
 from recipes.errors import ConfigError, RunError
 from recipes.files import replacing, sha256_file, sha256_json
+from recipes.loader import check_url
 from recipes.schema import Eval, EvalSet, PromptSource
 
 SOURCE_FIELDS = ("path", "config", "split", "revision", "streaming", "cache_dir", "rows", "text_field", "id_field",
@@ -165,11 +166,8 @@ def is_address(path: str) -> bool:
 def fetched(url: str, where: str, folder: Path) -> Path:
     """The file behind an address, copied once into `folder`. Raises ConfigError for an address with credentials,
     RunError where it cannot be fetched; nothing is left behind then."""
-    parts = urlsplit(url)
-    if parts.password or parts.query:
-        raise ConfigError(f"{where}.path: holds a password or a query, which the run's copy of the recipe would keep; "
-                          "download the file and name it")
-    path = folder / f"url-{sha256_json(url)[:16]}{Path(parts.path).suffix}"
+    check_url(url, f"{where}.path", "download the file and name it")
+    path = folder / f"url-{sha256_json(url)[:16]}{Path(urlsplit(url).path).suffix}"
     if path.is_file():
         return path
     folder.mkdir(parents=True, exist_ok=True)
