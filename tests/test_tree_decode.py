@@ -193,6 +193,18 @@ def test_repetition_penalty_equals_transformers(world, penalty, plan):
     assert [o.tokens for o in decoder.speculative(PROMPTS, eagle3(target), plan)] == expected
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, [[3, 9, 14, 20]]])
+def test_a_repetition_penalty_where_nothing_is_proposed(world, prompts):
+    """Lookup finds nothing in a pass in which no last token of any row occurred before: the target's own token follows,
+    penalised, as in plain decoding."""
+    target, _ = world
+    drafter = entry("lookup").code.build(options_of("lookup", {}), target, {}, 0)
+    decoder = Decoder(target, LIMIT, Sampling(repetition_penalty=1.7), end_ids=ENDS)
+    out = decoder.speculative(prompts, drafter, 3)
+    assert [o.tokens for o in out] == [o.tokens for o in decoder.plain(prompts)]
+    assert all(len(o.drafts) < o.passes for o in out)
+
+
 def test_processed_samples_of_a_real_target(world):
     """At temperature with top-k, min-p and a repetition penalty the first three tokens of 400 answers are distributed
     as transformers' processors say, with a drawn chain and with a tree (each test at 1e-4)."""
