@@ -172,3 +172,5 @@ def test_arrivals_by_hand():
     """Unordered times, one missing; one alone has no rate."""
     assert arrivals([10.0, None, 12.5, 10.9]) == {"requests": 3, "span_s": 2.5, "per_s": 0.8, "most_in_1_s": 2}
     assert arrivals([5.0])["per_s"] is None and arrivals([None]) is None
+    # Three within 0.3 s, whichever second they began in; a second later is the next second.
+    assert arrivals([0.0, 0.9, 1.1, 1.2])["most_in_1_s"] == 3 and arrivals([0.0, 1.0, 2.0])["most_in_1_s"] == 1
