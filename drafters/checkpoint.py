@@ -13,7 +13,7 @@ from drafters.export.check import read_config
 from drafters.registry import entry, options_of
 from drafters.target import Target
 from recipes.errors import ConfigError, RunError
-from recipes.files import sync_folder, write_json
+from recipes.files import sha256_json, sync_folder, write_json
 
 FORMAT = "drafthouse.drafter/1"
 WEIGHTS, META = "drafter.safetensors", "drafter.json"
@@ -71,6 +71,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not all(type(k) is int for k in meta["layers"]):
         raise ConfigError(f"{path}: layers = {meta['layers']!r:.80}: must be layer ids; restore the file")
     return meta
+
+
+def digest_of(weights: str, meta: dict[str, Any]) -> str:
+    """Digest of all that decides what a drafter drafts: the SHA-256 of its weights, and how they are read. `meta`: its
+    drafter.json, or the provenance.json of its export; the same weights draft otherwise with another option or rotary
+    base. A part that an earlier export does not hold counts as none."""
+    return sha256_json([weights, *(meta.get(key) for key in ("kind", "options", "shape", "layers"))])
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -37,7 +37,9 @@ def open_drafter(section: Section, target: Target, run: Path) -> Opened:
     there is none."""
     if entry(section.kind).trained:
         folder = chosen(section, run, target)
-        return Opened(checkpoint.load(folder, target), folder, sha256_file(folder / checkpoint.WEIGHTS))
+        drafter = checkpoint.load(folder, target)
+        weights = sha256_file(folder / checkpoint.WEIGHTS)
+        return Opened(drafter, folder, checkpoint.digest_of(weights, checkpoint.read_meta(folder)))
     if section.path:
         raise ConfigError(f"drafter.path = {section.path}: a drafter of kind {section.kind} has no checkpoint; leave "
                           "it empty")

@@ -28,7 +28,7 @@ from eval.licences import PRIVATE, data_terms, notices, problems, start_terms, t
 from eval.public import check_words, public_recipe, public_report
 from eval.ship import CHECK, digests, evaluated_as, proven
 from eval.upload import Uploader, check_endpoint
-from eval.verdict import SAMPLING_ALPHA
+from eval.verdict import lossless_fault
 from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import replacing, sha256_json, write_json, write_text
@@ -59,16 +59,10 @@ class Options:
 def gate(report: dict[str, Any], despite_verdict: bool) -> list[str]:
     """Why these measurements forbid publishing, a sentence each."""
     total, verdict = report["total"], report["verdict"]
-    greedy, sampling = total["lossless"]["greedy"], total["lossless"]["sampling"]
-    found = []
-    if greedy["mismatches"] or greedy["near_ties"] > 0.01 * max(greedy["prompts"], 100):
-        found.append(f"report.json: {greedy['mismatches']} of {greedy['prompts']} greedy answers differ from plain "
-                     f"decoding ({greedy['near_ties']} near-ties)")
-    if not greedy["prompts"]:
+    fault = lossless_fault(total)
+    found = [f"report.json: {fault}"] if fault else []
+    if not total["lossless"]["greedy"]["prompts"]:
         found.append("report.json: no greedy answer was compared with plain decoding")
-    if sampling["tests"] and sampling["p_value"] < SAMPLING_ALPHA:
-        found.append("report.json: sampled tokens do not follow the target's distribution (p = "
-                     f"{sampling['p_value']:.2g})")
     if verdict["decision"] == "do not deploy" and not despite_verdict:
         found.append(f"report.json: verdict: do not deploy ({'; '.join(verdict['reasons'])}); --despite-verdict "
                      "publishes it with this verdict on its card")
@@ -165,7 +159,8 @@ class Publication:
             if differ:
                 found.append(f"target fingerprint: {what} was made with another target ({', '.join(differ)})")
         if not found and not evaluated_as(origin, self.report, self.recipe, self.run, served):
-            found.append("eval/report.json: is not of this checkpoint, these prompts and settings; run `make eval`")
+            found.append("eval/report.json: is not of this checkpoint, these prompts and settings; run `make export` "
+                         "and `make eval`")
         return found
 
     def check_start(self) -> list[str]:

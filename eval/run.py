@@ -24,7 +24,7 @@ from drafters.tree import chain
 from eval import breakdown, timing
 from eval.adapt import measured_choice
 from eval.decode import Decoder, Output
-from eval.earlier import key_of, read_report, sets_sha256
+from eval.earlier import STACK, key_of, read_report, sets_sha256
 from eval.figures import arrivals, by_set, per_pass, spread, statistics
 from eval.gate import Gate, Options, broken
 from eval.gate import lines as gate_lines
@@ -35,11 +35,11 @@ from eval.report import summary_lines, write_report
 from eval.rows import Asking, Row
 from eval.summary import markdown
 from eval.track import check_tracker, log_figures
-from eval.verdict import decide
+from eval.verdict import decide, lossless_fault
 from recipes.cli import Command, process, run_dir
-from recipes.errors import RunError
+from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_json, write_json, write_text
-from recipes.provenance import git_revision, stamp
+from recipes.provenance import stamp
 from recipes.schema import Recipe
 
 
@@ -48,6 +48,7 @@ class Evaluation:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.section = recipe, recipe.eval
+        self.began = stamp(asdict(recipe))
         self.folder = run_dir(recipe)
         self.sets = read_sets(recipe.eval, self.folder / "eval" / "sets", recipe.prompts.max_bad_share)
         layers = recipe.trace.layers if entry(recipe.drafter.kind).trained else None  # others read no hidden states
@@ -59,7 +60,8 @@ class Evaluation:
         if self.target.grouped:
             use_skinny_linear(self.drafter)
         most = getattr(getattr(self.drafter, "shape", None), "max_position_embeddings", self.target.max_length)
-        room = min(self.target.max_length, most) - self.section.max_tokens - room_of(self.section, self.plan) - 1
+        longest = max(self.section.max_tokens, self.section.speed_tokens)
+        room = min(self.target.max_length, most) - longest - room_of(self.section, self.plan) - 1
         self.asking = Asking(self.target, self.sets, room, strict=not recipe.eval.sets)
         self.rows = self.asking.first()
         self.console = Console(stderr=True)
@@ -80,12 +82,14 @@ class Evaluation:
         return key_of(self.opened.digest, self.section, self.sets, self.target.fingerprint())
 
     def finished(self) -> dict[str, Any] | None:
-        """The report of the same evaluation, where it was made before."""
+        """The report of the same evaluation on the same stack, where it was made before; times are of the stack."""
         try:
-            report = json.loads((self.folder / "eval" / "report.json").read_text(encoding="utf-8"))
-            return report if report["settings"]["key"] == self.key() else None
-        except (OSError, ValueError, KeyError, TypeError):
+            report = read_report(self.folder / "eval" / "report.json")
+        except ConfigError:  # there is none, or none that is whole: it is made now
             return None
+        now = self.stack()
+        same = all(report["stack"].get(name) == now[name] for name in STACK)
+        return report if same and report["settings"].get("key") == self.key() else None
 
     def run(self) -> dict[str, Any]:
         section = self.section
@@ -196,23 +200,29 @@ class Evaluation:
         engine = timing.PLAIN if plain.tok_s >= reference.tok_s else timing.TRANSFORMERS
         ratio, ci95 = timing.speedup(timings[engine], fast, section.seed)
         steps = timing.step_times(self.target, self.drafter, 200, plan)
-        timed = Decoder(self.target, section.speed_tokens).speculative(rows, self.drafter, plan)
         batches = [timing.by_batch(self.target, self.drafter, rows, plan, section.speed_tokens, size)
-                   for size in section.batch_sizes if size <= len(rows)]
+                   for size in section.batch_sizes]
         single = {"batch": 1, "baseline_tok_s": timings[engine].tok_s, "speculative_tok_s": fast.tok_s,
-                  "speedup": ratio}
+                  "speedup": ratio, "engine": engine, "prompts": len(rows)}
         speed = {"baseline_tok_s": timings[engine].tok_s, "baseline_engine": engine, "speculative_tok_s": fast.tok_s,
                  "speedup": ratio, "ci95": ci95, "prompts": len(rows), "by_batch": [single, *batches], **steps,
-                 "predicted_speedup": timing.predict(per_pass(timed), steps, plan.depth),
+                 "step_repeats": timing.REPEATS,
+                 "predicted_speedup": timing.predict(per_pass(fast.outputs), steps, plan.depth),
                  "cycle": breakdown.cycle(self.target, self.drafter, rows, plan, section.speed_tokens),
                  "engines": {timing.PLAIN: plain.tok_s, timing.TRANSFORMERS: reference.tok_s}}
-        latency = {name: {"baseline": timing.percentiles(getattr(plain, name)),
-                          "speculative": timing.percentiles(getattr(fast, name))} for name in ("ttft_ms", "itl_ms")}
+        latency = {name: {"baseline": plain.latency(name), "speculative": fast.latency(name)}
+                   for name in ("ttft_ms", "itl_ms", "burst_ms")}
         return speed, latency, {i: one for i, one in zip(chosen, timing.each(timings[engine], fast))}
+
+    def stack(self) -> dict[str, Any]:
+        """Software and machine as the evaluation found them when it began."""
+        began, machine = self.began, self.began["machine"]
+        return {"versions": began["versions"], "dtype": self.recipe.target.dtype, "device": str(self.target.device),
+                "threads": torch.get_num_threads(), "git": began["git"], "time": began["time"],
+                "OMP_WAIT_POLICY": machine["OMP_WAIT_POLICY"], "load_1m": machine["load_1m"]}
 
     def head(self) -> dict[str, Any]:
         recipe, section, drafter = self.recipe, self.section, self.drafter
-        origin = stamp(asdict(recipe))
         return {
             "schema": "drafthouse.report/1", "name": recipe.name,
             "target": {"model": recipe.target.model, "fingerprint": self.target.fingerprint(),
@@ -220,10 +230,7 @@ class Evaluation:
             "drafter": {"kind": drafter.kind, "checkpoint": self.opened.folder.name if self.opened.folder else "",
                         "parameters": sum(p.numel() for p in drafter.parameters()),
                         "draft_vocab_size": int(drafter.t2d.sum()), "options": drafter.meta()["options"]},
-            "stack": {"versions": origin["versions"], "dtype": recipe.target.dtype, "device": str(self.target.device),
-                      "threads": torch.get_num_threads(), "git": git_revision(), "time": origin["time"],
-                      "OMP_WAIT_POLICY": origin["machine"]["OMP_WAIT_POLICY"],
-                      "load_1m": origin["machine"]["load_1m"]},
+            "stack": self.stack(),
             "settings": {"draft_length": self.plan.depth, "plan": described(self.plan), "plan_reason": self.reason,
                          "temperature": 0.0, "max_tokens": section.max_tokens, "batch_size": section.batch_size,
                          "prompts": ", ".join(s.name for s in self.sets) if section.sets else section.prompts,
@@ -252,7 +259,9 @@ def evaluated(recipe: Recipe, again: bool) -> tuple[dict[str, Any], Path]:
     evaluation = Evaluation(recipe)
     folder = evaluation.folder / "eval"
     report = None if again else evaluation.finished()
-    if report is None:
+    if report is not None:
+        print(f"evaluation of {report['stack']['time']} found finished; --again measures anew")
+    else:
         report = evaluation.run()
         write_report(report, read_curve(evaluation.folder) if evaluation.opened.folder else [], folder)
         log_figures(recipe, report, evaluation.folder)
@@ -275,10 +284,9 @@ def main(recipe: Recipe, switches: set[str], options: Options) -> None:
         write_json(folder / "gate.json", {"gate": str(gate.path), "reference": gate.reference_path,
                                           "bounds": [asdict(one) for one in judged]})
         write_text(folder / "report.md", markdown(report, [asdict(one) for one in judged]))
-    greedy = report["total"]["lossless"]["greedy"]
-    if greedy["mismatches"] > 0 or greedy["near_ties"] > 0.01 * max(greedy["prompts"], 100):
-        raise RunError(f"speculation changed {greedy['mismatches']} of {greedy['prompts']} greedy answers "
-                       f"({greedy['near_ties']} near-ties): this drafter must not be served")
+    fault = lossless_fault(report["total"])
+    if fault:
+        raise RunError(f"{fault}: this drafter must not be served")
     if broken(judged):
         raise RunError(f"gate {gate.path} is broken: {'; '.join(broken(judged))}")
 

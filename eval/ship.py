@@ -134,7 +134,8 @@ def export(recipe: Recipe, folder: Path, layout: str, target: Target, layers: li
     out, proof = folder / "export" / layout, folder / "export" / f"{layout}-{CHECK}"
     settings = asdict(recipe.export) | {"formats": [], "draft_length": recipe.eval.draft_length,
                                         "validation": recipe.train.validation_draft_length}
-    key = sha256_json([sha256_file(weights), settings, recipe.eval.prompts, target.fingerprint()])
+    digest = checkpoint.digest_of(sha256_file(weights), checkpoint.read_meta(source))
+    key = sha256_json([digest, settings, recipe.eval.prompts, target.fingerprint()])
     if proven(proof, key, digests(out)) and not again:
         print(f"exported before: {out}")
         return out
@@ -185,7 +186,8 @@ def evaluated_as(origin: dict[str, Any], report: dict[str, Any], recipe: Recipe,
     """Whether a report is of the checkpoint that an export (`origin`: its provenance.json) was made from, with the
     recipe's evaluation prompts and settings and this target (cases 36, 50)."""
     sets = read_sets(recipe.eval, run / "eval" / "sets", recipe.prompts.max_bad_share)
-    return report["settings"].get("key") == key_of(origin["checkpoint_sha256"], recipe.eval, sets, fingerprint)
+    digest = checkpoint.digest_of(origin["checkpoint_sha256"], origin)
+    return report["settings"].get("key") == key_of(digest, recipe.eval, sets, fingerprint)
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:

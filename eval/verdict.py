@@ -3,6 +3,7 @@
 from typing import Any
 
 SAMPLING_ALPHA = 1e-3
+NEAR_TIES = 0.01  # share of the compared answers; rounding alone explains no more
 FEWEST_TIMED = 5  # prompts; an interval from fewer says nothing
 FEWEST_DRAFTS = 30  # of a context bucket that is judged
 CLIFF = 0.5  # share of the accepted tokens a draft in shorter contexts below which longer ones are left out
@@ -31,6 +32,21 @@ def cliff(buckets: list[dict[str, Any]]) -> tuple[int, float, float] | None:
     return None
 
 
+def lossless_fault(total: dict[str, Any]) -> str:
+    """Why the drafter must not be served whatever its speed: it changes greedy text or the distribution of sampled
+    tokens. Empty where nothing shows that; verdict, exit code and `make publish` all ask here."""
+    greedy, sampling = total["lossless"]["greedy"], total["lossless"]["sampling"]
+    found = []
+    if greedy["mismatches"]:
+        found.append(f"{greedy['mismatches']} of {greedy['prompts']} greedy answers differ from plain decoding")
+    if greedy["near_ties"] > NEAR_TIES * greedy["prompts"]:
+        found.append(f"{greedy['near_ties']} near-tie{'s' if greedy['near_ties'] > 1 else ''} in {greedy['prompts']} "
+                     f"greedy answers, more than {100 * NEAR_TIES:g} %")
+    if sampling["tests"] and sampling["p_value"] < SAMPLING_ALPHA:
+        found.append(f"sampled tokens do not follow the target's distribution (p = {sampling['p_value']:.2g})")
+    return "; ".join(found)
+
+
 def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Judges measured speed per batch size, losslessness, each prompt kind and each context length.
 
@@ -42,13 +58,9 @@ def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, 
     if raw:
         return verdict("do not deploy", None, [f"{raw} prompts are token ids that do not end as the chat template "
                                                "does; figures with them say nothing of chat requests"])
-    greedy, sampling, speed = total["lossless"]["greedy"], total["lossless"]["sampling"], total["speed"]
-    if greedy["mismatches"]:
-        return verdict("do not deploy", None, [f"{greedy['mismatches']} of {greedy['prompts']} greedy answers differ "
-                                               "from plain decoding"])
-    if sampling["tests"] and sampling["p_value"] < SAMPLING_ALPHA:
-        return verdict("do not deploy", None, [f"sampled tokens do not follow the target's distribution "
-                                               f"(p = {sampling['p_value']:.2g})"])
+    fault, speed = lossless_fault(total), total["speed"]
+    if fault:
+        return verdict("do not deploy", None, [fault])
     low, high = speed["ci95"]
     measured = (f"measured speedup at batch 1 is {speed['speedup']:.2f} (95 % interval {low:.2f} to {high:.2f}, "
                 f"{speed['prompts']} prompts)")
@@ -73,6 +85,9 @@ def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, 
         limit += f" and contexts below {fall[0]:,} tokens"
         reasons.append(f"mean acceptance length falls from {fall[1]:.2f} to {fall[2]:.2f} beyond {fall[0]:,} tokens of "
                        "context")
+    thin = [row["batch"] for row in speed["by_batch"] if row.get("prompts", row["batch"]) < row["batch"]]
+    if thin:
+        reasons.append(f"batch {', '.join(map(str, thin))} was timed with {speed['prompts']} prompts repeated")
     if slow or len(speed["by_batch"]) == 1:
         reasons.append("larger batches lose or were not measured")
     if slow or fall or len(speed["by_batch"]) == 1:

@@ -170,19 +170,25 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Re
     if not recipe.name or "/" in recipe.name or recipe.name.startswith("."):
         raise ConfigError(f"{source(str(path), 'name', overrides or ())}: name = {recipe.name!r}: must be a plain "
                           "folder name")
-    check_url(recipe.trace.url, f"{source(str(path), 'trace.url', overrides or ())}: trace.url")
+    addresses = [("trace.url", recipe.trace.url, "give credentials to fsspec (docs/store.md)"),
+                 ("generation.server.base_url", recipe.generation.server.base_url, "name the key's variable in "
+                                                                                   "generation.server.api_key_env"),
+                 *((f"eval.sets[{i}].path", one.path, "download the file and name it")
+                   for i, one in enumerate(recipe.eval.sets) if "://" in one.path)]
+    for name, url, advice in addresses:
+        check_url(url, f"{source(str(path), name, overrides or ())}: {name}", advice)
     return recipe
 
 
-def check_url(url: str, where: str) -> None:
-    """ConfigError, which does not show it, for a URL with credentials: the run's copy of the recipe would keep them."""
+def check_url(url: str, where: str, advice: str) -> None:
+    """ConfigError, which does not show it, for a URL with credentials: the run's copy of the recipe would keep them. A
+    user name alone is one where HTTP sends it (https://TOKEN@host); elsewhere it may be part of the place."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if parts.password or parts.query:
-        raise ConfigError(f"{where}: holds a password or a query, and may have neither: give credentials to fsspec "
-                          "(docs/store.md)")
+    if parts.password or parts.query or (parts.username and parts.scheme in ("http", "https")):
+        raise ConfigError(f"{where}: holds a password or a query, or a token before @, and may have none: {advice}")
 
 
 def dump_recipe(recipe: Recipe) -> str:

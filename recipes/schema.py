@@ -255,7 +255,8 @@ class Eval:
     lossless_prompts: PositiveInt = opt(24, "prompts whose greedy text is compared with plain decoding")
     speed_prompts: PositiveInt = opt(12, "prompts timed with and without, interleaved, at batch 1")
     speed_tokens: PositiveInt = opt(48, "longest timed answer, in tokens")
-    batch_sizes: list[int] = opt([4], "further batch sizes timed, prefill included")
+    batch_sizes: list[Annotated[int, Field(ge=2)]] = opt(
+        [4], "further batch sizes timed, prefill included; batch 1 always is. Prompts fewer than the size are repeated")
     sampling_contexts: PositiveInt = opt(16, "contexts of the sampling test")
     sampling_draws: PositiveInt = opt(4000, "verified drafts a context of the sampling test")
     entropy_prompts: NonNegativeInt = opt(16, "answers over which the target's entropy at rejections is measured")

@@ -280,14 +280,14 @@ def evaluate(shape: ModelShape, keep: Format, machine: Machine, load: Load, sect
         return filling + waves * new / load.accepted * cycle_seconds(shape, keep, machine, at_once, context, section)
 
     timed = section.timed + 1  # one more warms up
+    # Of each batch size all timed prompts; twice where they are fewer than two batches, repeated where fewer than one.
+    batches = [(b, section.timed if section.timed >= 2 * b else 2 * max(section.timed, b)) for b in section.batch_sizes]
     parts = {
         "start and loading": machine.start_s + weights * keep.gpus / machine.disk,
         "acceptance": speculative(load.judged, section.max_tokens, section.batch),
         "lossless": plain(min(section.lossless, load.judged), section.max_tokens, section.batch),
         "speed": 2 * plain(timed, section.timed_tokens, 1) + 2 * speculative(timed, section.timed_tokens, 1)
-        + speculative(section.timed, section.timed_tokens, section.timed) + sum(
-            plain(section.timed, section.timed_tokens, b) + speculative(section.timed, section.timed_tokens, b)
-            for b in section.batch_sizes if b <= section.timed),
+        + sum(plain(rows, section.timed_tokens, b) + speculative(rows, section.timed_tokens, b) for b, rows in batches),
         "sampling": section.contexts * (pass_seconds(shape, Pass(1, prompt), keep, speed)
                                         + pass_seconds(shape, Pass(1, 1, prompt), keep, speed)
                                         + 40 * section.draws * shape.vocab / 8 / speed.bandwidth)}

@@ -123,7 +123,8 @@ def test_other_stacks_need_a_flag(tmp_path):
 
 @pytest.mark.parametrize("content, message", [
     (None, "cannot read this report"), ("{", "not JSON"), ("[]", "not a report of form drafthouse.report/1"),
-    ('{"schema": "drafthouse.report/1"}', "target, stack, settings, total, sets, prompts missing"),
+    ('{"schema": "drafthouse.report/1"}',
+     "name, target, drafter, stack, settings, total, sets, prompts, verdict missing"),
 ])
 def test_files_that_are_no_reports(tmp_path, content, message):
     path = tmp_path / "x.json"

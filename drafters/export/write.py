@@ -74,7 +74,8 @@ def export_layout(name: str, checkpoint: Path, out: Path, dtype: str, served: Se
 def provenance(layout: str, meta: dict[str, Any], dtype: str, weights: str) -> dict[str, Any]:
     """provenance.json: what the drafter is, for which target, and of which checkpoint."""
     return {"format": FORMAT, "layout": layout, "kind": meta["kind"], "options": dict(meta["options"]),
-            "layers": list(meta["layers"]), "target_layers": meta["shape"]["target_layers"],
+            "shape": dict(meta["shape"]), "layers": list(meta["layers"]),
+            "target_layers": meta["shape"]["target_layers"],
             "target": dict(meta["target"]), "dtype": dtype, "checkpoint_sha256": weights}
 
 
@@ -87,6 +88,10 @@ def check_folder(folder: Path, layout: str) -> None:
         raise RunError(f"{folder}: not a servable {layout} EAGLE-3 export; mend and export again:\n{listed}")
 
 
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+         "draft_vocab_size")  # of a drafter's shape, under the same names in config.json
+
+
 def origin_violations(folder: Path, layout: str) -> list[str]:
     """Where config.json and provenance.json describe unlike drafters: a lost flag or moved tap touches no tensor."""
     try:
@@ -97,7 +102,9 @@ def origin_violations(folder: Path, layout: str) -> list[str]:
     pairs = {"format": (origin.get("format"), FORMAT), "layout": (origin.get("layout"), layout),
              "layers": (origin.get("layers"), keys.get("eagle_aux_hidden_state_layer_ids")),
              "dtype": (origin.get("dtype"), keys.get("torch_dtype"))}
-    options, target = (origin[key] if isinstance(origin.get(key), dict) else {} for key in ("options", "target"))
+    options, target, shape = (origin[key] if isinstance(origin.get(key), dict) else {}
+                              for key in ("options", "target", "shape"))
+    pairs |= {f"shape.{name}": (shape.get(name), keys.get(name)) for name in SIZES}
     pairs["options.num_layers"] = options.get("num_layers", 1), keys.get("num_hidden_layers")
     for flag, (option, on, _) in VARIANTS.items():
         pairs[f"options.{option}"] = options.get(option) == on, bool(keys.get(flag))
