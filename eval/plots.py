@@ -143,7 +143,9 @@ def plot_places(acceptance: dict[str, Any]) -> Markup:
         lengths = [row["mean_length"] for row in rows]
         axes.plot(range(len(rows)), lengths, "o-", color=BLUE, linewidth=1.6, markersize=5)
         for x, length in enumerate(lengths):
-            axes.annotate(f"{length:.2f}", (x, length), (0, 6), textcoords="offset points", ha="center")
+            falls = x > 0 and lengths[x - 1] > length  # the line comes from above: the label goes below
+            axes.annotate(f"{length:.2f}", (x, length), (0, -7 if falls else 6), textcoords="offset points",
+                          ha="center", va="top" if falls else "bottom")
         axes.axhline(acceptance["mean_length"], color=GREY, **DASHED)
         axes.set_xticks(range(len(rows)), [f"from\n{row['from']:,}" if len(rows) < 5 else f"{row['from']:,}"
                                            for row in rows])
