@@ -5,7 +5,6 @@ The engine's interpreter may be another one than this: vLLM pins other versions.
 
 import json
 import os
-import re
 import socket
 import subprocess
 import tempfile
@@ -19,13 +18,13 @@ from typing import Any
 
 import httpx
 
+from eval.server_counters import counters_of
 from recipes.errors import RunError
 
 WORKER = Path(__file__).resolve().parent / "serve_worker.py"
 SERVER = "vllm.entrypoints.openai.api_server"
 PATIENCE = 900.0  # seconds for a server to be ready: it loads, and compiles where it may
 TOGETHER = 16  # requests in flight
-COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total\{([^}]*)\}\s+(\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -151,11 +150,12 @@ def over_http(python: str, job: Job, threads: int, log: Path) -> Answers:
         try:
             tokens = list(pool.map(lambda prompt: complete(client, job, prompt), job.prompts))
             seconds = time.monotonic() - started
-            drafts, accepted = read_counters(client.get("/metrics").text)
+            counted = counters_of(client.get("/metrics").text)
             version = client.get("/version").json().get("version", "unknown")
         except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
             raise RunError(f"the server's answer is no completion with token ids: {error!r} (see {log})") from None
-    return Answers(tokens, drafts, accepted, {"name": "vllm", "version": version}, seconds)
+    engine = {"name": "vllm", "version": version}
+    return Answers(tokens, counted.drafts or 0, list(counted.per_position), engine, seconds)
 
 
 def complete(client: httpx.Client, job: Job, prompt: list[int]) -> list[int]:
@@ -164,15 +164,3 @@ def complete(client: httpx.Client, job: Job, prompt: list[int]) -> list[int]:
     answer = client.post("/v1/completions", json=body)
     answer.raise_for_status()
     return list(answer.json()["choices"][0]["token_ids"])
-
-
-def read_counters(text: str) -> tuple[int, list[int]]:
-    """(drafts, accepted by position) of a /metrics page, summed over replicas (case 55)."""
-    drafts, accepted = 0, {}
-    for kind, labels, value in COUNTER.findall(text):
-        if kind == "drafts":
-            drafts += int(float(value))
-        else:
-            position = int(re.search(r'position="(\d+)"', labels)[1])
-            accepted[position] = accepted.get(position, 0) + int(float(value))
-    return drafts, [accepted.get(i, 0) for i in range(max(accepted, default=-1) + 1)]

@@ -228,6 +228,9 @@ def read_acceptance(path: Path, domain: str) -> Acceptance:
         found = parse_into(Acceptance, values, str(path))
         if not found.per_position:
             raise ConfigError(f"{path}: per_position is missing")
+    elif schema.startswith("drafthouse.report/") and "server" in values:
+        raise ConfigError(f"{path}: is of a running server, which does not say what drafter it runs; name the report "
+                          f"of `make eval` without eval.server, or write what is known of it as {ACCEPTANCE}")
     elif schema.startswith("drafthouse.report/"):
         found = _of_report(values, domain)
     else:
