@@ -1,5 +1,6 @@
 """How a running server's report is shown: terminal, page, Markdown. It computes no measurement."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,25 +176,29 @@ def markdown(report: dict[str, Any], judged: list[dict[str, Any]] | None = None)
     return "\n".join(lines) + "\n"
 
 
-def plot_rates(levels: list[dict[str, Any]]) -> Markup:
-    """Tokens a second of both servers over the concurrency."""
+def plot_lines(levels: list[dict[str, Any]], pick: Callable[[dict[str, Any]], float | None], name: str,
+               label: str) -> Markup | None:
+    """A number of both servers over the concurrency, as `pick` takes it from each one's block; None without any."""
     drawn, axes = sized_figure(2.7)
     names, said = [str(level["concurrency"]) for level in levels], []
-    for (key, label), colour in zip(SIDES, (GREY, BLUE)):
-        rates = [level[key]["steady_tok_s"] if level[key] else None for level in levels]
-        known = [(x, rate) for x, rate in enumerate(rates) if rate is not None]
+    for (key, side), colour in zip(SIDES, (GREY, BLUE)):
+        values = [pick(level[key]) if level[key] else None for level in levels]
+        known = [(x, value) for x, value in enumerate(values) if value is not None]
         if not known:
             continue
-        axes.plot(*zip(*known), "o-", color=colour, linewidth=1.6, markersize=5, label=label)
-        for x, rate in known:
-            axes.annotate(f"{rate:,.0f}", (x, rate), (0, 6), textcoords="offset points", ha="center", color=colour)
-        said.append(f"{label} " + ", ".join(f"{names[x]}: {rate:.0f}" for x, rate in known))
+        axes.plot(*zip(*known), "o-", color=colour, linewidth=1.6, markersize=5, label=side)
+        for x, value in known:
+            axes.annotate(f"{value:,.0f}" if value >= 100 else f"{value:.1f}", (x, value), (0, 6),
+                          textcoords="offset points", ha="center", color=colour)
+        said.append(f"{side} " + ", ".join(f"{names[x]}: {value:.1f}" for x, value in known))
+    if not said:
+        return None
     axes.set_xticks(range(len(names)), names)
-    axes.set(ylim=(0, None), xlabel="Requests in flight", ylabel="Tokens a second")
+    axes.set(ylim=(0, None), xlabel="Requests in flight", ylabel=label)
     axes.margins(x=0.12, y=0.2)
     axes.grid(axis="y")
     axes.legend(frameon=False)
-    return inline_svg(drawn, "rates", "Tokens a second by concurrency: " + "; ".join(said))
+    return inline_svg(drawn, name, f"{label} by concurrency: " + "; ".join(said))
 
 
 def plot_speedups(levels: list[dict[str, Any]]) -> Markup | None:
@@ -220,7 +225,9 @@ def render_html(report: dict[str, Any]) -> str:
     """The whole page as text: no script, and no resource outside it."""
     levels, rates = list(report["server"]["levels"].values()), report["total"]["acceptance"]["per_position"]
     with matplotlib.rc_context(STYLE):
-        plots = {"rates": plot_rates(levels), "speedups": plot_speedups(levels),
+        plots = {"rates": plot_lines(levels, lambda side: side["steady_tok_s"], "rates", "Tokens a second"),
+                 "gaps": plot_lines(levels, lambda side: side["itl_ms"]["p50"], "gaps", "ITL p50 (ms)"),
+                 "speedups": plot_speedups(levels),
                  "positions": plot_positions(rates, 2.7) if rates else None}
     tables = {"levels": (HEADINGS, level_rows(report)), "acceptance": (ACCEPTANCE_HEADINGS, acceptance_rows(report)),
               "kinds": (KIND_HEADINGS, kind_rows(report))}

@@ -245,6 +245,23 @@ def speed_of(levels: dict[str, Any], engine: str | None) -> dict[str, Any]:
             "cycle": {"cycles": 0, "cycle_ms": None, "reason": "a server does not say what its cycles take"}}
 
 
+def measured_parts(greedy: dict[str, Any], sides: dict[str, Measured | None], levels: dict[str, Any],
+                   engine: str | None) -> dict[str, Any]:
+    """What of `total` is of the two servers together: texts, speed, latency. `sides`: the smallest concurrency;
+    `engine`: the baseline's name."""
+    known = engine is not None
+    blocks = {name: sides[name] and sides[name].block for name in ("baseline", "speculative")}
+    return {
+        "rejections": {"entropy": None, "frequent": []},
+        "lossless": {"greedy": {"prompts": greedy["prompts"], "tokens": greedy["tokens"],
+                                "mismatches": greedy["differ"] - greedy["near_ties"] if known else None,
+                                "near_ties": greedy["near_ties"] if known else None, "tie_gap": greedy["tie_gap"]},
+                     "sampling": {"tests": 0, "max_tv": None, "p_value": None}},
+        "speed": speed_of(levels, engine), "memory": {"peak_bytes": None},
+        "latency": {key: {name: one[key] if one else UNKNOWN | {"reason": NO_BASELINE} for name, one in blocks.items()}
+                    for key in ("ttft_ms", "itl_ms")}}
+
+
 def report_of(found: Found, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The report without its checksum of requests.jsonl, and the lines of that file. `folder`: the evaluation's own,
     where a report without a server may be."""
@@ -261,18 +278,9 @@ def report_of(found: Found, folder: Path) -> tuple[dict[str, Any], list[dict[str
     replies = [reply for reply in every if reply.work.repeat == 0]
     total = block(every, counted, section.seed)
     greedy = greedy_block(found, own)
-    baseline, known = baseline_block(found), own["baseline"] is not None
-    engine = f"{found.side.engine or 'server'} {baseline['version']} without a drafter" if known else None
-    blocks = {name: own[name].block if own[name] else None for name in ("baseline", "speculative")}
-    total |= {
-        "rejections": {"entropy": None, "frequent": []},
-        "lossless": {"greedy": {"prompts": greedy["prompts"], "tokens": greedy["tokens"],
-                                "mismatches": greedy["differ"] - greedy["near_ties"] if known else None,
-                                "near_ties": greedy["near_ties"] if known else None, "tie_gap": greedy["tie_gap"]},
-                     "sampling": {"tests": 0, "max_tv": None, "p_value": None}},
-        "speed": speed_of(levels, engine), "memory": {"peak_bytes": None},
-        "latency": {key: {name: one[key] if one else UNKNOWN | {"reason": NO_BASELINE} for name, one in blocks.items()}
-                    for key in ("ttft_ms", "itl_ms")}}
+    baseline = baseline_block(found)
+    engine = f"{found.side.engine or 'server'} {baseline['version']} without a drafter" if own["baseline"] else None
+    total |= measured_parts(greedy, own, levels, engine)
     settings = settings_of(found, replies, len(counted.per_position) or None if counted else None)
     origin, sets = stamp(asdict(recipe)), sets_of(found, every)
     server = {"url": section.server.base_url, "kind": section.server.kind, "engine": found.side.engine or None,

@@ -121,7 +121,7 @@ def test_page_and_markdown(recipe):
     html = (folder / "report.html").read_text()
     page = Page(html)
     assert "<script" not in html and evil in page.text and not {"script", "link", "img"} & set(page.tags)
-    assert page.tags.count("svg") == 3 and "None" not in page.text and len(page.ids) == len(set(page.ids))
+    assert page.tags.count("svg") == 4 and "None" not in page.text and len(page.ids) == len(set(page.ids))
     text = (folder / "report.md").read_text()
     assert "\\<script\\>" in text and "| 2 | with the drafter | 12 |" in text and "None" not in text
 
@@ -137,7 +137,7 @@ def test_without_a_baseline_there_is_no_speedup(recipe, capsys):
     assert report["verdict"]["decision"] == "do not deploy" and "no baseline" in report["verdict"]["reasons"][0]
     assert "no speedup: no baseline" in capsys.readouterr().out
     page = Page((recipe.parent / "runs" / "w" / "eval" / "server" / "report.html").read_text())
-    assert "no baseline" in page.text and page.tags.count("svg") == 2
+    assert "no baseline" in page.text and page.tags.count("svg") == 3
 
 
 def test_baseline_from_an_earlier_report(recipe, capsys):
@@ -195,6 +195,19 @@ def test_no_counters(recipe, capsys, metrics, reason):
     assert report["total"]["drafts"] is report["total"]["acceptance"]["mean_length"] is None
     assert report["server"]["levels"]["1"]["speedup"] > 0 and report["server"]["drafting"] is None
     assert any(reason in text for text in report["verdict"]["reasons"]) and reason in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["vllm", "plain"])
+def test_servers_that_group_steps(recipe, kind):
+    """Two steps a piece: 2, 3, 3, 3, 2, 3 pieces, the first of 4 tokens. Acceptance is not read off the stream; without
+    ids each piece is taken to hold the answer's mean."""
+    with LiveServer(grouped=2) as fast:
+        code, report = evaluate(recipe, base_url=fast.url, concurrency="[1]", kind=kind)
+        assert all(("return_token_ids" in body) is (kind == "vllm") for body in fast.bodies)
+    side, server = report["server"]["levels"]["1"]["speculative"], report["server"]
+    assert code == 0 and side["tokens_per_piece"] == 49 / 16 and side["piece_ms"]["n"] == 10
+    assert server["token_ids"] is (kind == "vllm") and report["total"]["drafts"] == DRAFTS
+    assert side["itl_ms"]["n"] == (49 - 6 * 4 if kind == "vllm" else 4 + 6 + 6 + 6 + 4 + 6)
 
 
 def test_other_clients_are_noticed(recipe, capsys):
