@@ -76,7 +76,18 @@ class LiveServer:
         self.http.shutdown()
         self.http.server_close()
 
-    def count(self, pieces: list[list[int]]) -> None:
+    def prompt_of(self, text: str) -> list[int]:
+        """The ids of a request's prompt."""
+        return [1, len(text), 2]
+
+    def pieces(self, text: str, limit: int) -> list[list[int]]:
+        """The answer's ids as they come."""
+        return pieces_of(self.answer(text)[:limit], self.drafts)
+
+    def spell(self, ids: list[int]) -> str:
+        return spelled(ids)
+
+    def count(self, pieces: list[list[int]], text: str = "") -> None:
         """What an engine counts of one answer."""
         with self.lock:
             self.counts["generated"] += sum(map(len, pieces))
@@ -187,8 +198,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.reply(200, {"model": fake.models[0], "choices": [choice | ({"token_ids": ids} if fake.gives_ids else {})]})
 
     def stream(self, body: dict[str, Any], text: str, fault: str) -> None:
-        fake, ids = self.fake, self.fake.answer(text)[: body["max_tokens"]]
-        pieces = pieces_of(ids, fake.drafts)
+        fake = self.fake
+        pieces = fake.pieces(text, body["max_tokens"])
+        length = sum(map(len, pieces))
         if fault == "stall":
             fake.over.wait()
             self.close_connection = True
@@ -200,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         model = "another" if fault == "model" else body["model"]
         role = {"role": "assistant", "content": ""}
         first: dict[str, Any] = {"model": model, "choices": [{"index": 0, "delta": role}]}
-        self.event(first | ({"prompt_token_ids": [1, len(text), 2]} if with_ids else {}))
+        self.event(first | ({"prompt_token_ids": fake.prompt_of(text)} if with_ids else {}))
         for place in range(0, len(pieces), fake.grouped):
             part = [i for piece in pieces[place : place + fake.grouped] for i in piece]
             time.sleep(fake.step)
@@ -213,12 +225,12 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             last = place + fake.grouped >= len(pieces)
             self.event({"model": model, "choices": [{
-                "index": 0, "delta": {"content": spelled(part)}, **({"token_ids": part} if with_ids else {}),
-                "finish_reason": ("length" if len(ids) == body["max_tokens"] else "stop") if last else None}]})
+                "index": 0, "delta": {"content": fake.spell(part)}, **({"token_ids": part} if with_ids else {}),
+                "finish_reason": ("length" if length == body["max_tokens"] else "stop") if last else None}]})
         if fault != "usage":
             self.event({"model": model, "choices": [],
-                        "usage": {"prompt_tokens": 3, "completion_tokens": len(ids)}})
-        fake.count(pieces)
+                        "usage": {"prompt_tokens": len(fake.prompt_of(text)), "completion_tokens": length}})
+        fake.count(pieces, text)
         fake.on_end(fake)
         self.chunk(b"data: [DONE]\n\n")
         self.chunk(b"")

@@ -1,7 +1,9 @@
 """`make eval` against a running server: a real one on loopback, whose answers and counters are known by hand."""
 
+import itertools
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,15 @@ from live_server import LiveServer, ids_of
 from markupsafe import Markup
 from test_report import SCHEMA, Page, sample_report, violations
 from tiny import call, write_prompts
+from tiny_run import tiny_run
 
+from data.chat import prompt_ids
+from data.prompts import evaluation_prompts
 from eval import live_page, plots, server_counters
 from eval.compare import COMMAND as COMPARE
+from eval.decode import Decoder
 from eval.earlier import key_of
+from eval.paired import conversations, matched
 from eval.roi_files import read_acceptance
 from eval.run import COMMAND
 from recipes.cli import run as run_command
@@ -398,6 +405,52 @@ def test_offline_acceptance_stands_beside(recipe):
         _, report = evaluate(recipe, base_url=fast.url, concurrency="[1]")
     assert report["server"]["offline"]["largest_difference"] == pytest.approx(0.25)
     assert report["server"]["offline"]["mean_length"] == 2.14
+
+
+class OwnLoop(LiveServer):
+    """Serves what our own loop decodes, behind the target's own chat template, and counts what the loop counts.
+    `answers`: of each text the prompt's ids and the loop's output."""
+
+    def __init__(self, tokenizer, answers: dict) -> None:
+        super().__init__()
+        self.spell, self.answers = tokenizer.decode, answers
+
+    def prompt_of(self, text):
+        return self.answers[text][0]
+
+    def pieces(self, text, limit):
+        output = self.answers[text][1]
+        ends = list(itertools.accumulate(n for _, n in output.times))
+        return [output.tokens[a:b] for a, b in zip([0, *ends], ends)]
+
+    def count(self, pieces, text=""):
+        found = self.answers[text][1].acceptance
+        with self.lock:
+            self.counts += Counter(generated=sum(map(len, pieces)), finished=1, drafts=found.drafts,
+                                   accepted=sum(found.accepted))
+            self.counts += Counter({f"position {i}": n for i, n in enumerate(found.accepted)})
+
+
+def test_the_acceptance_of_the_report_is_that_of_the_server(tmp_path):
+    """Cases 12, 53: what `make eval` says without a server, and with one that decodes the same, is the same to the
+    count: prompts' ids, drafts and accepted tokens of each, every position; the two reports are compared by pairs."""
+    made = tiny_run(tmp_path)
+    assert call(COMMAND, made.recipe) == 0
+    offline = json.loads((made.run / "eval" / "report.json").read_text())
+    prompts, _ = evaluation_prompts(str(tmp_path / "eval.jsonl"))
+    ids = [prompt_ids(made.target.tokenizer, p.messages) for p in prompts]
+    outputs = Decoder(made.target, 8).speculative(ids, made.drafter, 3)
+    answers = {p.messages[-1]["content"]: pair for p, pair in zip(prompts, zip(ids, outputs))}
+    with OwnLoop(made.target.tokenizer, answers) as server:
+        assert call(COMMAND, made.recipe, *flags(base_url=server.url, concurrency="[1, 2]")) == 0
+    report = json.loads((made.run / "eval" / "server" / "report.json").read_text())
+    assert report["server"]["offline"]["largest_difference"] == 0 < report["total"]["drafts"]
+    assert report["total"]["acceptance"]["per_position"] == offline["total"]["acceptance"]["per_position"]
+    for key in ("set", "id", "ids_sha256", "prompt_tokens", "tokens", "drafts", "accepted"):
+        assert [p[key] for p in report["prompts"]] == [p[key] for p in offline["prompts"]]
+    assert all(level["foreign"] == [] for level in report["server"]["levels"].values())
+    sides = [conversations(one) for one in (offline, report)]
+    assert len(matched(*sides)) == 4
 
 
 def test_offline_evaluations_are_recognised_as_before():
