@@ -32,6 +32,7 @@ help:
 	@echo "make plan        memory, disk, time and cost of each stage before anything is rented (docs/plan.md)"
 	@echo "make roi         what the drafter is worth; ARGS=\"measure|calibrate|plan|check CLAIM|validate FILE\" (docs/roi.md)"
 	@echo "make launch      files for several nodes; ARGS=\"--nodes 2 --gpus 8 --scheduler slurm|torchrun|accelerate\""
+	@echo "make eval        ARGS=\"--eval.server.base_url URL\": a running server, with and without its drafter"
 	@echo "make compare     ARGS=\"A/report.json B/report.json\": reports of several runs, with significance"
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make layers      searches the target layers that feed a drafter best, on a part of the traces (docs/training.md)"

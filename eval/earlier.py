@@ -44,7 +44,7 @@ def key_of(drafter: str, section: Eval, sets: list[Questions], fingerprint: dict
 
     drafter: digest of what decides its drafts, for a checkpoint checkpoint.digest_of.
     """
-    settings = {k: v for k, v in asdict(section).items() if k != "tracker"}
+    settings = {k: v for k, v in asdict(section).items() if k not in ("tracker", "server")}
     return sha256_json([drafter, settings, sets_sha256(sets), fingerprint])
 
 

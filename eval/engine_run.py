@@ -23,6 +23,7 @@ import httpx
 
 from data.backends.wire import completion_body
 from data.sampling import Sampling
+from eval.server_counters import counters_of
 from recipes.errors import TERMINATED, RunError
 
 HERE = Path(__file__).resolve().parent
@@ -32,7 +33,6 @@ PATIENCE = 900.0  # seconds for a server to be ready: it loads, and compiles whe
 ENDING = 30.0  # seconds that the guard has to end what it runs
 TOGETHER = 16  # requests in flight
 SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSWORD|API_KEY|ACCESS_KEY|CREDENTIAL|^HUGGING_FACE_HUB", re.IGNORECASE)
-COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total\{([^}]*)\}\s+(\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -198,13 +198,14 @@ def over_http(python: str, job: Job, threads: int, log: Path) -> Answers:
             started_at = time.monotonic()
             tokens = list(pool.map(lambda prompt: complete(client, job, prompt), job.prompts))
             seconds = time.monotonic() - started_at
-            drafts, accepted = read_counters(client.get("/metrics").text)
+            counted = counters_of(client.get("/metrics").text)
             version = client.get("/version").json().get("version", "unknown")
     except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
         raise RunError(f"the server's answer is no completion with token ids: {error!r} (see {log})") from None
     finally:
         pool.shutdown(cancel_futures=True)  # the server is gone: what is under way fails at once
-    return Answers(tokens, drafts, accepted, {"name": "vllm", "version": version}, seconds)
+    engine = {"name": "vllm", "version": version}
+    return Answers(tokens, counted.drafts or 0, list(counted.per_position), engine, seconds)
 
 
 def complete(client: httpx.Client, job: Job, prompt: list[int]) -> list[int]:
@@ -213,15 +214,3 @@ def complete(client: httpx.Client, job: Job, prompt: list[int]) -> list[int]:
     answer = client.post("/v1/completions", json=body)
     answer.raise_for_status()
     return list(answer.json()["choices"][0]["token_ids"])
-
-
-def read_counters(text: str) -> tuple[int, list[int]]:
-    """(drafts, accepted by position) of a /metrics page, summed over replicas (case 55)."""
-    drafts, accepted = 0, {}
-    for kind, labels, value in COUNTER.findall(text):
-        if kind == "drafts":
-            drafts += int(float(value))
-        else:
-            position = int(re.search(r'position="(\d+)"', labels)[1])
-            accepted[position] = accepted.get(position, 0) + int(float(value))
-    return drafts, [accepted.get(i, 0) for i in range(max(accepted, default=-1) + 1)]

@@ -102,6 +102,9 @@ def read_acceptance(path: Path, domain: str, bits: Mapping[str, float] | None = 
     schema = values.get("schema", "") if isinstance(values, dict) else ""
     if schema == ACCEPTANCE:
         found = parse_into(Acceptance, values, str(path))
+    elif str(schema).startswith("drafthouse.report/") and "server" in values:
+        raise ConfigError(f"{path}: is of a running server, which does not say what drafter it runs; name the report "
+                          f"of `make eval` without eval.server, or write what is known of it as {ACCEPTANCE}")
     elif str(schema).startswith("drafthouse.report/"):
         found = _of_report(values, domain, bits or {})
     else:

@@ -7,15 +7,13 @@ steps.json. Prompts are the evaluation's, through the server's own chat template
 """
 
 import asyncio
-import json
-import os
 import statistics
-import time
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, replace
 
-import httpx
-
+from data.backends.base import Fault
+from data.backends.client import Client
+from data.backends.stream import GIVES_IDS, Stream, chat_body, streamed
+from data.chat import Message
 from data.prompts import evaluation_prompts
 from eval.plan import read_config
 from eval.roi_engine import require_same_run, version_of
@@ -28,47 +26,21 @@ TOKENS = 96  # of each answer
 FEWEST = 5  # gaps of a stream while all are running
 
 
-@dataclass
-class Stream:
-    """When the pieces of one answer came, and what the server counted."""
-
-    times: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    tokens: int = 0
-
-
-async def one(client: httpx.AsyncClient, section: Server, messages: list[dict[str, Any]]) -> Stream:
-    """One streamed answer. RunError for a status that is none of success, or a stream without usage."""
-    body: dict[str, Any] = {"model": section.model, "messages": messages, "max_tokens": TOKENS, "temperature": 0.0,
-                            "stream": True, "stream_options": {"include_usage": True}}
-    if section.kind in ("vllm", "sglang"):
+async def one(client: Client, messages: list[Message]) -> Stream:
+    """One streamed answer of TOKENS, where the server can be told so. RunError where there is none: a step that was
+    disturbed is not timed again."""
+    body = chat_body(client.server.kind, client.server.model, messages, None, TOKENS)
+    if client.server.kind in GIVES_IDS:
         body["ignore_eos"] = True
-    found = Stream()
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        if answer.status_code != 200:
-            text = (await answer.aread()).decode(errors="replace")[:200]
-            raise RunError(f"generation.server.base_url: status {answer.status_code}: {text}")
-        async for line in answer.aiter_lines():
-            if not line.startswith("data:") or line.endswith("[DONE]"):
-                continue
-            event = json.loads(line.removeprefix("data:"))
-            if event.get("usage"):
-                found.prompt_tokens, found.tokens = (event["usage"][k] for k in ("prompt_tokens", "completion_tokens"))
-            if any(choice.get("delta", {}).get("content") for choice in event.get("choices", [])):
-                found.times.append(time.perf_counter())
-    if not found.tokens or not found.times:
-        raise RunError("generation.server.base_url: the stream has no usage or no text; stream_options.include_usage "
-                       "must be supported")
-    return found
+    try:
+        return await streamed(client, body)
+    except Fault as fault:
+        raise RunError(f"generation.server.base_url = {client.server.base_url}: {fault.reason}") from None
 
 
-async def together(section: Server, prompts: list[list[dict[str, Any]]]) -> list[Stream]:
-    key = os.environ.get(section.api_key_env, "") if section.api_key_env else ""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=len(prompts))
-    async with httpx.AsyncClient(base_url=section.base_url.rstrip("/"), headers=headers, timeout=section.timeout_s,
-                                 limits=limits) as client:
-        return await asyncio.gather(*(one(client, section, messages) for messages in prompts))
+async def together(section: Server, prompts: list[list[Message]]) -> list[Stream]:
+    async with Client(replace(section, concurrency=len(prompts)), 0) as client:
+        return await asyncio.gather(*(one(client, messages) for messages in prompts))
 
 
 def step_of(streams: list[Stream]) -> tuple[float, float, float]:

@@ -1,6 +1,7 @@
 """`make eval`: acceptance, lossless proof, speed, verdict and report of a trained drafter.
 
-Run as `python -m eval.run --config RECIPE`. Writes runs/<name>/eval/report.json and report.html.
+Run as `python -m eval.run --config RECIPE`. Writes runs/<name>/eval/report.json and report.html. With
+eval.server.base_url it measures a running server instead (eval/live_run.py).
 """
 
 import json
@@ -28,6 +29,9 @@ from eval.earlier import STACK, key_of, read_report, sets_sha256
 from eval.figures import arrivals, by_set, per_pass, spread, statistics
 from eval.gate import Gate, Options, broken
 from eval.gate import lines as gate_lines
+from eval.live_page import markdown as live_markdown
+from eval.live_page import summary_lines as live_summary_lines
+from eval.live_run import evaluated_live
 from eval.lossless import compare_greedy, sampling_report
 from eval.plans import described, plan_of, room_of
 from eval.rejections import entropy_figures, frequent
@@ -256,6 +260,9 @@ def read_curve(folder: Path) -> list[dict[str, Any]]:
 def evaluated(recipe: Recipe, again: bool) -> tuple[dict[str, Any], Path]:
     """The report of the recipe's evaluation, made now or found finished, and its folder."""
     check_tracker(recipe.eval.tracker)
+    server = recipe.eval.server
+    if server.base_url or server.baseline_url or server.baseline_report:
+        return evaluated_live(recipe)
     evaluation = Evaluation(recipe)
     folder = evaluation.folder / "eval"
     report = None if again else evaluation.finished()
@@ -274,7 +281,8 @@ def main(recipe: Recipe, switches: set[str], options: Options) -> None:
         report, folder = read_report(Path(options.report)), None
     else:
         report, folder = evaluated(recipe, "again" in switches)
-    for line in summary_lines(report):
+    live = "server" in report  # of a running server; nothing was decoded here
+    for line in live_summary_lines(report) if live else summary_lines(report):
         print(line)
     print(f"report: {folder / 'report.html' if folder else options.report}")
     judged = gate.judge(report) if gate else []
@@ -283,8 +291,9 @@ def main(recipe: Recipe, switches: set[str], options: Options) -> None:
     if gate and folder:
         write_json(folder / "gate.json", {"gate": str(gate.path), "reference": gate.reference_path,
                                           "bounds": [asdict(one) for one in judged]})
-        write_text(folder / "report.md", markdown(report, [asdict(one) for one in judged]))
-    fault = lossless_fault(report["total"])
+        summary = live_markdown if live else markdown
+        write_text(folder / "report.md", summary(report, [asdict(one) for one in judged]))
+    fault = "" if live else lossless_fault(report["total"])
     if fault:
         raise RunError(f"{fault}: this drafter must not be served")
     if broken(judged):

@@ -95,5 +95,52 @@ def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]]) -> dict[str, 
     return verdict("deploy", None, reasons)
 
 
+def decide_server(total: dict[str, Any], sets: dict[str, dict[str, Any]], server: dict[str, Any]) -> dict[str, Any]:
+    """Judges a running server: losslessness, then every concurrency by the whole interval of its speedup (case 23).
+
+    What other clients disturbed, and what has no baseline, decides nothing.
+    """
+    levels, baseline, greedy = list(server["levels"].values()), server["baseline"], total["lossless"]["greedy"]
+    if baseline["from"] is None:
+        return verdict("do not deploy", None, [f"nothing shows that this server is faster: {baseline['reason']}"])
+    if server["drafting"] is False:
+        return verdict("do not deploy", None, ["the server's counters show no draft: it runs without a drafter"])
+    strange = [one["concurrency"] for one in levels if one["foreign"]]
+    if strange or server["restless"]:
+        where = f" at concurrency {', '.join(map(str, strange))}" if strange else ""
+        return verdict("do not deploy", None, [f"other clients used the server while it was measured{where}: its "
+                                               "figures are not of these prompts alone; measure again"])
+    if greedy["mismatches"]:
+        unknown = server["greedy"]["gap_unknown"]
+        return verdict("do not deploy", None, [
+            f"{greedy['mismatches']} of {greedy['prompts']} greedy answers differ from the server's without a drafter "
+            f"beyond a near-tie of {greedy['tie_gap']:g} (eval.gap_tolerance), {unknown} of unknown gap"])
+    judged = [one for one in levels if one["speedup"] is not None]
+    if not judged or judged[0]["prompts"] < FEWEST_TIMED:
+        return verdict("do not deploy", None, [f"fewer than {FEWEST_TIMED} conversations were answered by both"])
+    faster: list[dict[str, Any]] = []
+    for one in judged:
+        if one["ci95"][0] <= 1.0:
+            break
+        faster.append(one)
+    reasons = [f"measured speedup at concurrency {one['concurrency']} is {one['speedup']:.2f} (95 % interval "
+               f"{one['ci95'][0]:.2f} to {one['ci95'][1]:.2f}, {one['prompts']} conversations)" for one in judged]
+    reasons += [baseline["reason"]] if baseline["reason"] else []
+    if total["acceptance"]["mean_length"] is None:
+        reasons.append(f"the server says nothing of acceptance: {server['counters'] or 'it counts no drafts'}")
+    if not faster:
+        return verdict("do not deploy", None, [*reasons, "not shown to be faster than without a drafter"])
+    bound = 0.85 * (total["acceptance"]["mean_length"] or 0.0)
+    weak = [kind for kind, one in kinds(sets).items() if (one["acceptance"]["mean_length"] or bound) < bound]
+    if weak:
+        reasons.append(f"clearly weaker on {', '.join(weak)}")
+    if len(faster) == len(levels) > 1:
+        return verdict("deploy", None, reasons)
+    ends = [faster[0]["concurrency"], faster[-1]["concurrency"]]
+    limit = f"concurrency {ends[0]}" if len(faster) == 1 else f"concurrency {ends[0]} to {ends[1]}"
+    reasons.append("larger loads lose, are not shown to gain, or were not measured")
+    return verdict(f"deploy within {limit}", limit, reasons)
+
+
 def verdict(decision: str, limit: str | None, reasons: list[str]) -> dict[str, Any]:
     return {"decision": decision, "range": limit, "reasons": reasons}

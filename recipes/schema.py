@@ -239,6 +239,28 @@ class EvalSet:
 
 
 @dataclass
+class LiveServer:
+    """A running server that `make eval` measures in place of the recipe's own target (docs/evaluation.md)."""
+
+    base_url: str = opt("", "where a server with the drafter answers, e.g. http://localhost:8000: it is measured, and "
+                            "no target is loaded here; empty measures the recipe's target and drafter")
+    baseline_url: str = opt("", "where the same server without a drafter answers: both are measured in turns")
+    baseline_report: str = opt("", "instead: report.json of this command, made when the server ran without a drafter")
+    metrics_urls: list[str] = opt([], "pages with the server's counters, one a replica; empty is base_url/metrics")
+    model: str = opt("", "the name that it serves the target under; empty is the only one that it lists")
+    kind: Literal["vllm", "sglang", "tensorrt-llm", "dynamo", "plain"] = opt(
+        "vllm", "whose request fields it understands; plain is OpenAI's own only")
+    api_key_env: str = opt("", "environment variable that holds the API key of the servers; empty sends none")
+    concurrency: Annotated[list[PositiveInt], Field(min_length=1)] = opt(
+        [1, 4, 16], "requests in flight, each measured; with 1 the acceptance of each kind of prompt is known too")
+    timeout_s: PositiveFloat = opt(600.0, "seconds after which a request without its whole answer is given up")
+    retries: NonNegativeInt = opt(2, "further attempts for a request that failed; their time is in no latency")
+    backoff_s: PositiveFloat = opt(0.5, "first wait before a further attempt; it doubles, at most a minute")
+    max_lost_share: Share = opt(0.05, "share of a concurrency's requests without an answer above which the run stops")
+    label: str = opt("server", "the report goes to runs/<name>/eval/<label>/")
+
+
+@dataclass
 class Eval:
     prompts: str = opt("builtin", "builtin, or a JSONL file of `messages` or `prompt`; export's check uses it too")
     sets: list[EvalSet] = opt([], "the sets that are evaluated, each by itself and in total; empty is the one that "
@@ -266,6 +288,7 @@ class Eval:
                                "or none")
     seed: int = opt(0, "seed of every random choice of the evaluation")
     gap_tolerance: float = opt(1e-4, "top-2 logit gap below which a first difference counts as a near-tie")
+    server: LiveServer = field(default_factory=LiveServer)
 
 
 @dataclass

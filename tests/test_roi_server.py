@@ -95,7 +95,7 @@ def test_a_server_that_refuses_is_named(server, capsys):
     recipe, own = server
     own.key = "k"
     assert call(roi.COMMAND, recipe, "measure") == 1
-    assert "status 401" in capsys.readouterr().err
+    assert "HTTP 401" in capsys.readouterr().err
     assert call(roi.COMMAND, recipe, "measure", "--roi.hardware", "") == 2
     assert "roi.hardware" in capsys.readouterr().err
 
@@ -151,8 +151,9 @@ def test_a_target_that_no_table_names(server, tmp_path):
 
 def test_step_by_hand():
     """Only gaps while all are running count: from the last beginning to the first end."""
-    slow, early = Stream([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0], 10, 16), Stream([0.5 + i for i in range(7)], 30, 7)
+    slow = Stream(0.0, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0], prompt_tokens=10, tokens=16)
+    early = Stream(0.0, [0.5 + i for i in range(7)], prompt_tokens=30, tokens=7)
     seconds, kept, context = step_of([slow, early])
     assert seconds == 1.0 and kept == (2 + 1) / 2 and context == (10 + 8 + 30 + 3.5) / 2
     with pytest.raises(RunError, match="did not run together"):
-        step_of([Stream([0.0, 1.0], 1, 2), Stream([5.0, 6.0], 1, 2)])
+        step_of([Stream(0.0, [0.0, 1.0], tokens=2), Stream(0.0, [5.0, 6.0], tokens=2)])

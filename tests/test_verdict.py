@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.verdict import cliff, decide, kinds, lossless_fault
+from eval.verdict import cliff, decide, decide_server, kinds, lossless_fault
 
 
 def total(mismatches: int = 0, near_ties: int = 0, p_value: float = 0.5, tests: int = 4, ci95: tuple = (1.3, 1.9),
@@ -138,3 +138,35 @@ def test_untemplated_prompts_are_no_release():
     """Case 53: whatever the speed."""
     result = decide(total(), EVEN | {"raw": {"tokens_per_target_pass": 3.0, "untemplated": 2}})
     assert result["decision"] == "do not deploy" and "2 prompts are token ids" in reasons(result)
+
+
+def served(*speedups: float, **server) -> tuple[dict, dict, dict]:
+    """A server measured at concurrency 1, 4, 16, ...: speedups with intervals of 0.1 to each side."""
+    levels = {str(4**i): {"concurrency": 4**i, "speedup": s, "ci95": [s - 0.1, s + 0.1], "prompts": 20, "foreign": []}
+              for i, s in enumerate(speedups)}
+    total = {"lossless": {"greedy": {"mismatches": 0, "prompts": 20, "tie_gap": 1e-4}},
+             "acceptance": {"mean_length": 2.0}}
+    kind = {"acceptance": {"mean_length": 1.6}, "categories": {}}
+    return total, {"maths": kind}, {"levels": levels, "baseline": {"from": "server", "reason": None}, "drafting": True,
+                                    "restless": False, "counters": None, "greedy": {"gap_unknown": 0}, **server}
+
+
+@pytest.mark.parametrize("speedups, decision", [
+    ((1.5, 1.3, 1.2), "deploy"), ((1.5, 1.3, 1.05), "deploy within concurrency 1 to 4"),
+    ((1.5, 0.9, 1.4), "deploy within concurrency 1"), ((1.5,), "deploy within concurrency 1"),
+    ((1.05, 1.5), "do not deploy")])
+def test_a_server_is_judged_at_every_concurrency(speedups, decision):
+    """Case 23: the first concurrency whose whole interval is not above 1 ends the range, whatever comes behind it."""
+    found = decide_server(*served(*speedups))
+    assert found["decision"] == decision and found["range"] == (decision.removeprefix("deploy within ") if "within"
+                                                                in decision else None)
+    assert len([r for r in found["reasons"] if r.startswith("measured speedup")]) == len(speedups)
+    assert ("clearly weaker on maths" in found["reasons"]) is (decision != "do not deploy")
+
+
+@pytest.mark.parametrize("change, reason", [
+    ({"baseline": {"from": None, "reason": "no baseline"}}, "no baseline"), ({"drafting": False}, "without a drafter"),
+    ({"restless": True}, "other clients"), ({"levels": {}}, "fewer than 5 conversations")])
+def test_what_decides_nothing_of_a_server(change, reason):
+    found = decide_server(*served(1.5, 1.4, **change))
+    assert found["decision"] == "do not deploy" and reason in found["reasons"][0]
