@@ -165,13 +165,14 @@ def test_the_stack_is_as_it_was_at_the_start(made, monkeypatch):
 
 
 def test_a_timed_answer_fits_the_context(made, monkeypatch):
-    """eval.speed_tokens may be more than eval.max_tokens: the longer of both leaves the room of a prompt."""
+    """eval.speed_tokens may be more than eval.max_tokens: the longer of both leaves the room of a prompt, within the
+    fewest positions that target (512) and drafter (256) have (case 33)."""
     rooms = []
     monkeypatch.setattr(eval_run, "Asking", lambda target, sets, room, strict: rooms.append(room) or Asking(
         target, sets, room, strict))
     for tokens in ("6", "12", "40"):
         eval_run.Evaluation(load_recipe(made[0], {"eval.speed_tokens": tokens}))
-    assert rooms == [512 - 12 - 3 - 1] * 2 + [512 - 40 - 3 - 1]
+    assert rooms == [256 - 12 - 3 - 1] * 2 + [256 - 40 - 3 - 1]
 
 
 def asking(recipe, questions: list[Question], strict: bool = False, room: int = 60) -> Asking:
