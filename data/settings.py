@@ -1,6 +1,8 @@
 """What decides the content of a trace folder, and the claim that ties a folder to it."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,18 +56,32 @@ def explicit(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"trace": {"mode": "store"} | settings.get("trace", {})}
 
 
-def claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Takes the folder for these settings, or says which setting an earlier run had otherwise."""
-    path = folder / "settings.json"
-    try:
+def make_folders(folder: Path) -> None:
+    """The trace folder and its parts. ConfigError where it cannot be written."""
+    with writing(folder):
         for part in ("prompts", "answers", "shards"):
             (folder / part).mkdir(parents=True, exist_ok=True)
-        if not {".json", ".jsonl"} & {p.suffix for p in folder.glob("*/*")}:  # nothing was collected yet
-            write_json(path, settings)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """ConfigError where the trace folder cannot be written, unless the disk is full."""
+    try:
+        yield
     except OSError as error:
         if error.errno in NO_SPACE:
             raise
         raise ConfigError(f"{folder}: cannot write there: {error.strerror}") from None
+
+
+def claim(folder: Path, settings: dict[str, Any]) -> bool:
+    """Takes the folder for these settings, or says which setting an earlier run had otherwise. True where nothing was
+    collected there yet. To be called by one run at a time, before it changes anything else there."""
+    path = folder / "settings.json"
+    empty = not {".json", ".jsonl"} & {p.suffix for p in folder.glob("*/*")}
+    if empty:
+        with writing(folder):
+            write_json(path, settings)
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -74,3 +90,4 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
     if changed:
         raise ConfigError(f"{folder}: traced earlier with other settings: {changed}; "
                           "use another `name` or delete that folder")
+    return empty

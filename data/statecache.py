@@ -122,8 +122,8 @@ class CachedReader:
         held = load_file(self.cache / f"{name_of(index)}.safetensors")
         return TraceRow(
             id=listed["id"], split=listed["split"], tail=listed["tail"], off_policy=listed.get("off_policy", False),
-            ids=held["ids"], turns=held["turns"].long(), taps=decode(held["taps"], held.get("taps_scale")),
-            final=decode(held["final"], held.get("final_scale")))
+            finish=listed.get("finish", ""), ids=held["ids"], turns=held["turns"].long(),
+            taps=decode(held["taps"], held.get("taps_scale")), final=decode(held["final"], held.get("final_scale")))
 
 
 def set_key(folder: Path, manifest: dict[str, Any]) -> str:

@@ -207,7 +207,7 @@ def strays(folder: Path, names: list[str] | None) -> list[Fault]:
     faults = []
     for path in sorted(folder.rglob("*")):
         file = path.relative_to(folder).as_posix()
-        if not path.is_file():
+        if not path.is_file() or path.name == ".lock":  # of a run of several processes that was refused or has failed
             continue
         if path.name.startswith("."):
             faults.append(Fault(file, "", "temporary file of a run that was killed"))

@@ -9,14 +9,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafters.export.check import read_config
 from drafters.registry import entry, options_of
 from drafters.target import Target
 from recipes.errors import ConfigError, RunError
-from recipes.files import sync_folder, write_json
+from recipes.files import sha256_json, sync_folder, write_json
 
 FORMAT = "drafthouse.drafter/1"
 WEIGHTS, META = "drafter.safetensors", "drafter.json"
 BEST = "best.json"
+FORM = {"kind": str, "options": dict, "shape": dict, "layers": list, "target": dict}
 
 
 def save(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -54,16 +56,28 @@ def chosen(path: str, run: Path) -> Path:
 def read_meta(folder: Path) -> dict[str, Any]:
     """drafter.json of a checkpoint. ConfigError where it is missing, unreadable or of another format."""
     path = folder / META
+    if not path.is_file():
+        raise ConfigError(f"{path}: no drafter checkpoint here; train first, or set drafter.path")
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ConfigError(f"{path}: no drafter checkpoint here; train first, or set drafter.path") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        meta = read_config(path)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}/{error}; train again or restore the file") from None
+    if meta.get("format") != FORMAT:
         raise ConfigError(f"{path}: not a checkpoint of format {FORMAT}")
-    missing = [key for key in ("kind", "options", "shape", "layers", "target") if key not in meta]
-    if missing:
-        raise ConfigError(f"{path}: {', '.join(missing)} missing; train again or restore the file")
+    for key, kind in FORM.items():
+        if not isinstance(meta.get(key), kind):
+            what = "missing" if key not in meta else f"= {meta[key]!r:.80}: must be a {kind.__name__}"
+            raise ConfigError(f"{path}: {key} {what}; train again or restore the file")
+    if not all(type(k) is int for k in meta["layers"]):
+        raise ConfigError(f"{path}: layers = {meta['layers']!r:.80}: must be layer ids; restore the file")
     return meta
+
+
+def digest_of(weights: str, meta: dict[str, Any]) -> str:
+    """Digest of all that decides what a drafter drafts: the SHA-256 of its weights, and how they are read. `meta`: its
+    drafter.json, or the provenance.json of its export; the same weights draft otherwise with another option or rotary
+    base. A part that an earlier export does not hold counts as none."""
+    return sha256_json([weights, *(meta.get(key) for key in ("kind", "options", "shape", "layers"))])
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -80,14 +94,20 @@ def load(folder: Path, target: Target) -> Any:
     if meta["layers"] != target.layers:
         raise ConfigError(f"{folder}: trained on layers {meta['layers']}, but the target is tapped at {target.layers}")
     options = options_of(meta["kind"], meta["options"])
-    drafter = entry(meta["kind"]).code.load(options, meta["shape"], meta["layers"], read_tensors(folder), target)
+    try:
+        drafter = entry(meta["kind"]).code.load(options, meta["shape"], meta["layers"], read_tensors(folder), target)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
     return drafter.to(target.device, target.dtype).eval()
 
 
 def check_target(meta: dict[str, Any], fingerprint: dict[str, str], where: str) -> None:
     """ConfigError naming the part of the target's fingerprint that differs (case 36)."""
-    trained_for = meta["target"]["fingerprint"]
+    trained_for = meta["target"].get("fingerprint")
+    if not isinstance(trained_for, dict):
+        raise ConfigError(f"{where}: target.fingerprint = {trained_for!r:.80}: says nothing of the target that it was "
+                          "made for")
     for part, value in fingerprint.items():
         if trained_for.get(part) != value:
-            raise ConfigError(f"{where}: made for {meta['target']['model']}, whose {part} differs from this target's; "
-                              "trace and train for this target")
+            raise ConfigError(f"{where}: made for {meta['target'].get('model')}, whose {part} differs from this "
+                              "target's; trace and train for this target")

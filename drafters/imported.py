@@ -12,10 +12,10 @@ from typing import Any
 
 from drafters import checkpoint, vocab
 from drafters.export.foreign import Imported
-from drafters.initial import check_fit, drafter_of, resolve
+from drafters.initial import check_fit, drafter_of, resolve, taps_of
 from drafters.registry import entry, options_of
 from drafters.source import find, read
-from drafters.target import Target, default_layers
+from drafters.target import Target
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, sha256_json, sync_folder
 from recipes.schema import Drafter as Section
@@ -37,7 +37,9 @@ def open_drafter(section: Section, target: Target, run: Path) -> Opened:
     there is none."""
     if entry(section.kind).trained:
         folder = chosen(section, run, target)
-        return Opened(checkpoint.load(folder, target), folder, sha256_file(folder / checkpoint.WEIGHTS))
+        drafter = checkpoint.load(folder, target)
+        weights = sha256_file(folder / checkpoint.WEIGHTS)
+        return Opened(drafter, folder, checkpoint.digest_of(weights, checkpoint.read_meta(folder)))
     if section.path:
         raise ConfigError(f"drafter.path = {section.path}: a drafter of kind {section.kind} has no checkpoint; leave "
                           "it empty")
@@ -65,8 +67,7 @@ def chosen(section: Section, run: Path, target: Target) -> Path:
     found, digest = read(folder, FIELD)
     if found.kind != section.kind:
         raise ConfigError(f"{folder}: a drafter of kind {found.kind}, but drafter.kind = {section.kind}")
-    if entry(found.kind).reads == "taps":
-        target.tap(found.layers or default_layers(target.depth))
+    target.tap(entry(found.kind).shown(taps_of(found, target, str(folder))))
     layers = check_fit(found, target, str(folder))
     fingerprint = target.fingerprint()
     if found.target.get("fingerprint"):

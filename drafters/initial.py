@@ -77,8 +77,9 @@ def drafter_of(found: Imported, ids: Tensor, layers: list[int], options: Any, ta
     return entry(found.kind).code.load(options, shape, layers, tensors, target)
 
 
-def check_fit(found: Imported, target: Target, where: str) -> list[int]:
-    """The layers that the drafter taps. ConfigError naming what does not fit this target, or its traces."""
+def taps_of(found: Imported, target: Target, where: str) -> list[int]:
+    """The layers that the drafter taps, none where it reads none. ConfigError naming what does not fit a target of
+    these sizes."""
     model = target.section.model
     for name, have in (("vocab_size", target.vocab_size), ("target_hidden_size", target.hidden),
                        ("hidden_size", target.hidden), ("target_layers", target.depth)):
@@ -97,12 +98,23 @@ def check_fit(found: Imported, target: Target, where: str) -> list[int]:
     except ConfigError:
         raise ConfigError(f"{where}: {found.places['layers']} is absent, and engines' default does not fit a target of "
                           f"{target.depth} layers; write down there which layers the drafter was trained on") from None
-    said = f"{where}: {found.places['layers']} = {layers}{' (absent: what engines take)' * (found.layers is None)}"
-    if layers[-1] > target.depth:
-        raise ConfigError(f"{said}, but target.model = {model} has {target.depth} layers")
+    if layers and layers[-1] > target.depth:
+        raise ConfigError(f"{said_layers(found, layers, where)}, but target.model = {model} has {target.depth} layers")
+    return layers
+
+
+def said_layers(found: Imported, layers: list[int], where: str) -> str:
+    return f"{where}: {found.places['layers']} = {layers}{' (absent: what engines take)' * (found.layers is None)}"
+
+
+def check_fit(found: Imported, target: Target, where: str) -> list[int]:
+    """The layers that the drafter taps. ConfigError naming what does not fit this target, or its traces."""
+    model, layers = target.section.model, taps_of(found, target, where)
+    if entry(found.kind).reads != "taps":
+        return layers
     if layers != target.layers:
-        raise ConfigError(f"{said}, but the target is tapped at {target.layers}; set trace.layers: {layers} and run "
-                          "`make trace` under another name")
+        raise ConfigError(f"{said_layers(found, layers, where)}, but the target is tapped at {target.layers}; set "
+                          f"trace.layers: {layers} and run `make trace` under another name")
     if found.embedding is not None and not same_values(found.embedding, target.embedding.cpu()):
         raise ConfigError(f"{where}: embed_tokens.weight is not the embedding of target.model = {model}, which the "
                           "drafter here reads: it is for another target, or trained its own")

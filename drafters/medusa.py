@@ -22,6 +22,7 @@ from drafters import vocab
 from drafters.base import Batch, LossOutput, loss_mask, take
 from drafters.growth import growth
 from drafters.head_loss import heads_loss
+from drafters.layers import check_sizes
 from drafters.tree import Draft, Plan, planned
 from drafters.unrolled import Aim, Chains, gather, unrolled_loss
 from recipes.draft_cost import MedusaSize
@@ -74,6 +75,12 @@ class Shape:
     vocab_size: int
     draft_vocab_size: int
     target_layers: int
+
+    @classmethod
+    def read(cls, values: Any) -> "Shape":
+        """The sizes that a drafter.json states. ConfigError naming the first that is missing, unknown or none."""
+        check_sizes(cls, values)
+        return cls(**values)
 
 
 class ResidualBlocks(nn.Module):
@@ -233,7 +240,7 @@ def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: di
 
     Raises ConfigError where tensors are missing, unexpected or of another shape, or for another target.
     """
-    own, rest = Shape(**shape), dict(tensors)
+    own, rest = Shape.read(shape), dict(tensors)
     if (own.vocab_size, own.hidden_size) != (target.vocab_size, target.hidden):
         raise ConfigError(f"the drafter is for a target with vocabulary {own.vocab_size} and hidden size "
                           f"{own.hidden_size}; this target has {target.vocab_size} and {target.hidden}")
@@ -241,6 +248,9 @@ def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: di
         d2t, t2d = rest.pop("d2t"), rest.pop("t2d")
     except KeyError as error:
         raise ConfigError(f"the checkpoint has no {error.args[0]} tensor") from None
+    if (list(d2t.shape), list(t2d.shape)) != ([own.draft_vocab_size], [own.vocab_size]) or d2t.is_floating_point():
+        raise ConfigError(f"tensors d2t {list(d2t.shape)} and t2d {list(t2d.shape)}: draft_vocab_size = "
+                          f"{own.draft_vocab_size} and vocab_size = {own.vocab_size} imply others")
     vocab.check(d2t, t2d)
     drafter = Medusa(options, own, vocab.ids_of(d2t), target.head_weight.clone())
     expected = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}

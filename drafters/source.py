@@ -148,15 +148,19 @@ def weight_files(folder: Path, stems: tuple[tuple[str, str], ...] = STEMS) -> li
 
 
 def read_tensors(files: list[Path]) -> dict[str, Tensor]:
-    """The tensors of these files together; an index must name exactly what its files hold (case 46)."""
+    """The tensors of these files together; an index must name of each file exactly what it holds (case 46)."""
     tensors: dict[str, Tensor] = {}
+    placed = read_config(files[0])["weight_map"] if files[0].suffix == ".json" else None
     for path in files:
-        if path.suffix != ".json":
-            tensors |= READERS[path.suffix](path)
-    if files[0].suffix == ".json":
-        differ = sorted(read_config(files[0])["weight_map"].keys() ^ tensors.keys())
-        if differ:
-            raise ConfigError(f"{files[0]}: {differ[0]} is either not in the index or in none of its files")
+        if path.suffix == ".json":
+            continue
+        held = READERS[path.suffix](path)
+        if placed is not None:
+            differ = sorted({name for name, file in placed.items() if file == path.name} ^ held.keys())
+            if differ:
+                raise ConfigError(f"{files[0]}: {differ[0]}: the index and {path.name} do not agree on whether it is "
+                                  "there; restore the folder")
+        tensors |= held
     return tensors
 
 

@@ -7,6 +7,7 @@ after the final norm, applied once. Legend: B rows, q tokens a row, H target hid
 import json
 import os
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -102,8 +103,8 @@ class Target:
             model, report = AutoModelForCausalLM.from_pretrained(
                 self.path, dtype=self.dtype, use_safetensors=True, output_loading_info=True, **options, **placed)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise ConfigError(f"target.model = {section.model}: cannot be loaded: {first}") from None
+            said = textwrap.shorten(str(error), 300)
+            raise ConfigError(f"target.model = {section.model}: cannot be loaded: {said}") from None
         if report["missing_keys"]:  # transformers would go on with random numbers in their place (case 13)
             raise ConfigError(f"target.model = {section.model}: its files hold no {sorted(report['missing_keys'])[0]}")
         check_map(section, model)

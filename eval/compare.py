@@ -74,6 +74,10 @@ def read_runs(paths: list[str], allowed: bool) -> list[Run]:
         first = runs[0]
         run.differs = check_origins(first.report, run.report, (str(first.path), str(run.path)), f"give --{ACROSS}",
                                     allowed)
+        places = [timed_at(one.report) for one in (first, run)]
+        if places[0] != places[1] and not allowed:
+            raise ConfigError(f"{run.path}: was timed at {places[1]}, {first.path} at {places[0]}; give --{ACROSS} to "
+                              "put them side by side all the same")
         run.differs += differences(*({k: v for k, v in r.report["settings"].items() if k not in NO_FIGURES}
                                      for r in (first, run)))
     return runs
@@ -93,10 +97,19 @@ def compared(runs: list[Run], seed: int) -> dict[str, Any]:
         for one, adjusted, run in zip(found, holm([one["p_value"] for one in found]), runs[1:]):
             one |= {"run": run.label, "p_adjusted": adjusted}
             one["conclusion"] = conclusion(metric, one)
-        metrics.append({"metric": metric.name, "label": metric.label, "unit": metric.unit,
+        label = f"{metric.label} at {timed_at(runs[0].report)}" if metric.timed else metric.label
+        metrics.append({"metric": metric.name, "label": label, "unit": metric.unit,
                         "better": "higher" if metric.higher else "lower", "against_first": found})
-    return {"schema": SCHEMA, "resamples": DRAWS, "seed": seed, "runs": [run.summary() for run in runs],
+    known = (n for n, metric in enumerate(metrics) if any(one["difference"] is not None
+                                                          for one in metric["against_first"]))
+    return {"schema": SCHEMA, "resamples": DRAWS, "seed": seed, "timed_at": timed_at(runs[0].report),
+            "headline": next(known, 0), "runs": [run.summary() for run in runs],
             "metrics": metrics}
+
+
+def timed_at(report: dict[str, Any]) -> str:
+    """Where the figures of a report's timed prompts were taken."""
+    return f"concurrency {report['settings']['batch_size']}" if "server" in report else "batch 1"
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:

@@ -64,7 +64,7 @@ class Output:
         None where nothing was; own: the target's token there."""
         self.passes += 1
         if drafted:
-            self.acceptance.add(accepted, drafted)
+            self.acceptance.add(accepted, drafted, refused is not None)
             self.drafts.append((context, accepted))
         if refused is not None:
             self.rejected.append(own)
@@ -201,8 +201,9 @@ class Decoder:
             session.begin(chosen)
             session.observe(states.taps, following, positions, lengths - 1)
         rows = Rows(cache, session, list(index), lengths, first, seen)
+        tokens = first.tolist()  # waits for the device: only now are the tokens there
         now = time.perf_counter()
-        for number, token in zip(rows.index, first.tolist()):
+        for number, token in zip(rows.index, tokens):
             self.give(number, outputs[number], [token], now)
         self.retire(rows, outputs)
         return rows
@@ -218,9 +219,10 @@ class Decoder:
         verdict = verify(states.logits, draft, self.sampling, self.generator, rows.seen, shape, self.typical)
         contexts = (rows.length + 1).tolist()
         rows.advance(states, verdict)
-        now = time.perf_counter()
         counts = zip(verdict.accepted.tolist(), draft.counts(), contexts, verdict.refusals())
-        for number, tokens, (n, drafted, context, refused) in zip(rows.index, verdict.tokens.tolist(), counts):
+        kept = verdict.tokens.tolist()
+        now = time.perf_counter()
+        for number, tokens, (n, drafted, context, refused) in zip(rows.index, kept, counts):
             outputs[number].count(n, drafted, context, refused, tokens[n])
             self.give(number, outputs[number], tokens[: n + 1], now)
 
@@ -228,8 +230,9 @@ class Decoder:
         """One token for every row."""
         states = self.target.forward(rows.last[:, None], rows.length[:, None], rows.cache)
         rows.last, rows.length = self.choose(states.logits[:, 0], rows.seen), rows.length + 1
+        tokens = rows.last.tolist()
         now = time.perf_counter()
-        for number, token in zip(rows.index, rows.last.tolist()):
+        for number, token in zip(rows.index, tokens):
             outputs[number].passes += 1
             self.give(number, outputs[number], [token], now)
 

@@ -13,7 +13,7 @@ from recipes.gates import ABSOLUTE, RELATIVE, Bound, Gates, read_gates
 from recipes.provenance import differences
 from recipes.schema import opt
 
-SAME_SETTINGS = ("prompts_sha256", "max_tokens", "temperature")
+SAME_SETTINGS = ("max_tokens", "temperature")
 HELD, BROKEN, SKIPPED = "held", "broken", "not judged"
 
 
@@ -67,6 +67,7 @@ class Gate:
                           f"set across: true in {self.path}", self.gates.across)
             other = differences(*({key: r["settings"].get(key) for key in SAME_SETTINGS}
                                   for r in (self.reference, report)))
+            other += asked_otherwise(self.reference, report)
             if other and not self.gates.across:
                 raise ConfigError(f"{self.reference_path}: answers to other prompts or of another length than this "
                                   f"report: {'; '.join(other)}; set across: true in {self.path} to judge all the same")
@@ -94,6 +95,18 @@ class Gate:
             limit = before - change if "drop" in name else before + change
             state = HELD if within("min" if "drop" in name else "max", value, limit) else BROKEN
             yield Judged(bound.metric, value, label, state)
+
+
+def asked_otherwise(reference: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    """How the questions of two reports differ, by the ids sent: one file of prompts gives several sets of questions,
+    by eval.limit and by what fits the context. Later turns follow the answers, which may differ."""
+    before, after = ({(p["set"], p["id"], p["ids_sha256"]) for p in one["prompts"] if not p["round"]}
+                     for one in (reference, report))
+    if before == after:
+        return []
+    name, number, _ = min(before ^ after)
+    return [f"{len(before)} questions were asked, now {len(after)}, {len(before & after)} of them the same (not {name} "
+            f"{number})"]
 
 
 def within(name: str, value: float, limit: float) -> bool:

@@ -74,7 +74,7 @@ def training(recipe: Recipe, size: DraftSize, load: Load) -> Training:
     held = row_bytes(load.tokens, load.finals, size.taps, size.target_hidden, *STORED[recipe.trace.dtype])
     kept = min(1.0, recipe.trace.cache_gb * 1e9 / max(1.0, held)) if recipe.trace.mode == "cache" else 0.0
     return Training(size, tuple(options.stages), options.depth_share, section.epochs, section.batch_rows,
-                    section.accumulation, section.validate_every,
+                    section.accumulation, section.validate_every, section.save_every,
                     section.validation_draft_length, section.keep, recipe.plan.zero_stage,
                     section.dtype == "bfloat16", "stored" if recipe.trace.mode == "store" else "computed", kept,
                     recipe.trace.dtype)

@@ -62,3 +62,12 @@ def described(plan: Plan) -> dict[str, Any]:
     if plan.narrow:
         return {"kind": "chain", "depth": plan.depth, "nodes": plan.nodes, "confidence": plan.stop}
     return {"kind": "static tree", "depth": plan.depth, "nodes": plan.nodes, "paths": [list(p) for p in plan.paths]}
+
+
+def in_words(described: dict[str, Any]) -> str:
+    """What was drafted each cycle, of a report's settings.plan."""
+    kind, depth = described["kind"], described["depth"]
+    if kind != "chain":
+        return f"{kind}s of depth {depth} and {described['nodes']} tokens"
+    stop = described["confidence"]
+    return f"chains of up to {depth} that end behind a token below {stop:g}" if stop else f"chains of {depth}"

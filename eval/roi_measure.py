@@ -20,7 +20,7 @@ from drafters import checkpoint, imported
 from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
-from drafters.registry import entry
+from drafters.registry import entry, options_of
 from drafters.target import Target
 from eval.decode import Decoder, Output, Rows
 from eval.plan import draft_size, read_config
@@ -32,6 +32,7 @@ from recipes.model_shape import shape_of
 from recipes.provenance import stamp
 from recipes.schema import Recipe
 
+UNSIZED = ("lookup", "layer_cut", "medusa")  # drafters whose cost follows from the target alone
 CYCLES = 8  # of one run; the first, after the prompts, is not counted
 
 
@@ -132,6 +133,7 @@ def grid(recipe: Recipe) -> list[tuple[int, int, int, bool]]:
 def measure(recipe: Recipe, progress: Callable[[str], None], parts: bool = True) -> Steps:
     """Times everything in turns; without `parts` plain steps and cycles only. Raises ConfigError where the target's
     context is too short."""
+    drafter = drafter_of(recipe)  # a kind whose cost is not known is told before anything is timed
     loop, section = open_loop(recipe), recipe.roi
     room = loop.target.max_length - CYCLES * (max([*section.draft_lengths, *section.held_out]) + 1) - 2
     if max(section.contexts) > room:
@@ -155,7 +157,7 @@ def measure(recipe: Recipe, progress: Callable[[str], None], parts: bool = True)
         progress(f"round {turn} of {section.rounds}")
     return Steps(profile="loop", engine={"name": "drafthouse loop", "device": str(loop.target.device)},
                  hardware={"name": "this-machine", **asdict(machine)}, target=target_of(recipe, loop.target),
-                 drafter=drafter_of(recipe), acceptance="synthetic" if loop.fresh else "measured",
+                 drafter=drafter, acceptance="synthetic" if loop.fresh else "measured",
                  points=[point(key, values) for key, values in found.items()], machine=stamp(asdict(recipe)))
 
 
@@ -185,6 +187,11 @@ def target_of(recipe: Recipe, target: Target) -> dict[str, Any]:
 
 
 def drafter_of(recipe: Recipe) -> dict[str, Any]:
+    """The drafter as steps.json names it. ConfigError for a kind whose cost is not known."""
+    kind, bits = recipe.drafter.kind, BITS[recipe.target.dtype]
+    if kind in UNSIZED:
+        layers = getattr(options_of(kind, recipe.drafter.options), "layers", 0)
+        return {"kind": kind, "bits": bits, **({"layers": layers} if layers else {})}
     config = read_config(recipe)
     size = draft_size(recipe, shape_of(config, f"target.model = {recipe.target.model}"), config)
-    return {"kind": recipe.drafter.kind, "size": asdict(size), "bits": BITS[recipe.target.dtype]}
+    return {"kind": kind, "size": asdict(size), "bits": bits}

@@ -1,6 +1,7 @@
 """`make eval`: acceptance, lossless proof, speed, verdict and report of a trained drafter.
 
-Run as `python -m eval.run --config RECIPE`. Writes runs/<name>/eval/report.json and report.html.
+Run as `python -m eval.run --config RECIPE`. Writes runs/<name>/eval/report.json and report.html. With
+eval.server.base_url it measures a running server instead (eval/live_run.py).
 """
 
 import json
@@ -24,10 +25,13 @@ from drafters.tree import chain
 from eval import breakdown, timing
 from eval.adapt import measured_choice
 from eval.decode import Decoder, Output
-from eval.earlier import key_of, read_report, sets_sha256
+from eval.earlier import STACK, key_of, read_report, sets_sha256
 from eval.figures import arrivals, by_set, per_pass, spread, statistics
 from eval.gate import Gate, Options, broken
 from eval.gate import lines as gate_lines
+from eval.live_page import markdown as live_markdown
+from eval.live_page import summary_lines as live_summary_lines
+from eval.live_run import evaluated_live
 from eval.lossless import compare_greedy, sampling_report
 from eval.plans import check_longest, described, plan_of, room_of, rule_of
 from eval.rejections import entropy_figures, frequent
@@ -35,11 +39,11 @@ from eval.report import summary_lines, write_report
 from eval.rows import Asking, Row
 from eval.summary import markdown
 from eval.track import check_tracker, log_figures
-from eval.verdict import decide
+from eval.verdict import decide, lossless_fault
 from recipes.cli import Command, process, run_dir
-from recipes.errors import RunError
+from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_json, write_json, write_text
-from recipes.provenance import git_revision, stamp
+from recipes.provenance import stamp
 from recipes.schema import Recipe
 
 
@@ -48,6 +52,7 @@ class Evaluation:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.section = recipe, recipe.eval
+        self.began = stamp(asdict(recipe))
         self.folder = run_dir(recipe)
         self.sets = read_sets(recipe.eval, self.folder / "eval" / "sets", recipe.prompts.max_bad_share)
         shown = entry(recipe.drafter.kind).shown(recipe.trace.layers)
@@ -60,7 +65,9 @@ class Evaluation:
         check_longest(self.plan.depth, self.drafter, "eval.draft_length" if self.plan.narrow else "eval.tree: levels")
         if self.target.grouped:
             use_skinny_linear(self.drafter)
-        room = self.target.max_length - self.section.max_tokens - room_of(self.section, self.plan) - 1
+        most = getattr(getattr(self.drafter, "shape", None), "max_position_embeddings", self.target.max_length)
+        longest = max(self.section.max_tokens, self.section.speed_tokens)
+        room = min(self.target.max_length, most) - longest - room_of(self.section, self.plan) - 1
         self.asking = Asking(self.target, self.sets, room, strict=not recipe.eval.sets)
         self.rows = self.asking.first()
         self.console = Console(stderr=True)
@@ -81,12 +88,14 @@ class Evaluation:
         return key_of(self.opened.digest, self.section, self.sets, self.target.fingerprint())
 
     def finished(self) -> dict[str, Any] | None:
-        """The report of the same evaluation, where it was made before."""
+        """The report of the same evaluation on the same stack, where it was made before; times are of the stack."""
         try:
-            report = json.loads((self.folder / "eval" / "report.json").read_text(encoding="utf-8"))
-            return report if report["settings"]["key"] == self.key() else None
-        except (OSError, ValueError, KeyError, TypeError):
+            report = read_report(self.folder / "eval" / "report.json")
+        except ConfigError:  # there is none, or none that is whole: it is made now
             return None
+        now = self.stack()
+        same = all(report["stack"].get(name) == now[name] for name in STACK)
+        return report if same and report["settings"].get("key") == self.key() else None
 
     def run(self) -> dict[str, Any]:
         section = self.section
@@ -199,23 +208,29 @@ class Evaluation:
         engine = timing.PLAIN if plain.tok_s >= reference.tok_s else timing.TRANSFORMERS
         ratio, ci95 = timing.speedup(timings[engine], fast, section.seed)
         steps = timing.step_times(self.target, self.drafter, 200, plan)
-        timed = Decoder(self.target, section.speed_tokens, **self.how).speculative(rows, self.drafter, plan)
         batches = [timing.by_batch(self.target, self.drafter, rows, plan, section.speed_tokens, size, **self.how)
-                   for size in section.batch_sizes if size <= len(rows)]
+                   for size in section.batch_sizes]
         single = {"batch": 1, "baseline_tok_s": timings[engine].tok_s, "speculative_tok_s": fast.tok_s,
-                  "speedup": ratio}
+                  "speedup": ratio, "engine": engine, "prompts": len(rows)}
         speed = {"baseline_tok_s": timings[engine].tok_s, "baseline_engine": engine, "speculative_tok_s": fast.tok_s,
                  "speedup": ratio, "ci95": ci95, "prompts": len(rows), "by_batch": [single, *batches], **steps,
-                 "predicted_speedup": timing.predict(per_pass(timed), steps, plan.depth),
+                 "step_repeats": timing.REPEATS,
+                 "predicted_speedup": timing.predict(per_pass(fast.outputs), steps, plan.depth),
                  "cycle": breakdown.cycle(self.target, self.drafter, rows, plan, section.speed_tokens),
                  "engines": {timing.PLAIN: plain.tok_s, timing.TRANSFORMERS: reference.tok_s}}
-        latency = {name: {"baseline": timing.percentiles(getattr(plain, name)),
-                          "speculative": timing.percentiles(getattr(fast, name))} for name in ("ttft_ms", "itl_ms")}
+        latency = {name: {"baseline": plain.latency(name), "speculative": fast.latency(name)}
+                   for name in ("ttft_ms", "itl_ms", "burst_ms")}
         return speed, latency, {i: one for i, one in zip(chosen, timing.each(timings[engine], fast))}
+
+    def stack(self) -> dict[str, Any]:
+        """Software and machine as the evaluation found them when it began."""
+        began, machine = self.began, self.began["machine"]
+        return {"versions": began["versions"], "dtype": self.recipe.target.dtype, "device": str(self.target.device),
+                "threads": torch.get_num_threads(), "git": began["git"], "time": began["time"],
+                "OMP_WAIT_POLICY": machine["OMP_WAIT_POLICY"], "load_1m": machine["load_1m"]}
 
     def head(self) -> dict[str, Any]:
         recipe, section, drafter = self.recipe, self.section, self.drafter
-        origin = stamp(asdict(recipe))
         return {
             "schema": "drafthouse.report/1", "name": recipe.name,
             "target": {"model": recipe.target.model, "fingerprint": self.target.fingerprint(),
@@ -223,10 +238,7 @@ class Evaluation:
             "drafter": {"kind": drafter.kind, "checkpoint": self.opened.folder.name if self.opened.folder else "",
                         "parameters": sum(p.numel() for p in drafter.parameters()),
                         "draft_vocab_size": int(drafter.t2d.sum()), "options": drafter.meta()["options"]},
-            "stack": {"versions": origin["versions"], "dtype": recipe.target.dtype, "device": str(self.target.device),
-                      "threads": torch.get_num_threads(), "git": git_revision(), "time": origin["time"],
-                      "OMP_WAIT_POLICY": origin["machine"]["OMP_WAIT_POLICY"],
-                      "load_1m": origin["machine"]["load_1m"]},
+            "stack": self.stack(),
             "settings": {"draft_length": self.plan.depth, "plan": described(self.plan), "plan_reason": self.reason,
                          "temperature": section.typical.temperature if self.how else 0.0,
                          "acceptance": section.acceptance, "lossy": bool(self.how),
@@ -254,10 +266,15 @@ def read_curve(folder: Path) -> list[dict[str, Any]]:
 def evaluated(recipe: Recipe, again: bool) -> tuple[dict[str, Any], Path]:
     """The report of the recipe's evaluation, made now or found finished, and its folder."""
     check_tracker(recipe.eval.tracker)
+    server = recipe.eval.server
+    if server.base_url or server.baseline_url or server.baseline_report:
+        return evaluated_live(recipe)
     evaluation = Evaluation(recipe)
     folder = evaluation.folder / "eval"
     report = None if again else evaluation.finished()
-    if report is None:
+    if report is not None:
+        print(f"evaluation of {report['stack']['time']} found finished; --again measures anew")
+    else:
         report = evaluation.run()
         write_report(report, read_curve(evaluation.folder) if evaluation.opened.folder else [], folder)
         log_figures(recipe, report, evaluation.folder)
@@ -270,7 +287,8 @@ def main(recipe: Recipe, switches: set[str], options: Options) -> None:
         report, folder = read_report(Path(options.report)), None
     else:
         report, folder = evaluated(recipe, "again" in switches)
-    for line in summary_lines(report):
+    live = "server" in report  # of a running server; nothing was decoded here
+    for line in live_summary_lines(report) if live else summary_lines(report):
         print(line)
     print(f"report: {folder / 'report.html' if folder else options.report}")
     judged = gate.judge(report) if gate else []
@@ -279,11 +297,11 @@ def main(recipe: Recipe, switches: set[str], options: Options) -> None:
     if gate and folder:
         write_json(folder / "gate.json", {"gate": str(gate.path), "reference": gate.reference_path,
                                           "bounds": [asdict(one) for one in judged]})
-        write_text(folder / "report.md", markdown(report, [asdict(one) for one in judged]))
-    greedy = report["total"]["lossless"]["greedy"]
-    if greedy["mismatches"] > 0 or greedy["near_ties"] > 0.01 * max(greedy["prompts"], 100):
-        raise RunError(f"speculation changed {greedy['mismatches']} of {greedy['prompts']} greedy answers "
-                       f"({greedy['near_ties']} near-ties): this drafter must not be served")
+        summary = live_markdown if live else markdown
+        write_text(folder / "report.md", summary(report, [asdict(one) for one in judged]))
+    fault = "" if live else lossless_fault(report["total"])
+    if fault:
+        raise RunError(f"{fault}: this drafter must not be served")
     if broken(judged):
         raise RunError(f"gate {gate.path} is broken: {'; '.join(broken(judged))}")
 

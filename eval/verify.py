@@ -69,6 +69,8 @@ def along_paths(seen: Tensor, draft: Draft, shape: Topology) -> Tensor:
     """Tokens that occur before each block place's next one: seen [B, V] and the drafted ones of its path, [B, N+1, V].
     """
     B, N = draft.tokens.shape
+    if not N:  # no row drafted anything
+        return seen[:, None]
     tokens = draft.tokens[:, None].expand(B, N + 1, N)
     own = torch.cat([tokens[:, :1, :1], draft.tokens[..., None]], dim=1)  # stands in for what a place does not see
     tokens = torch.where(shape.sees[..., 1:], tokens, own)

@@ -6,7 +6,8 @@ import json
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import get_origin
@@ -80,12 +81,15 @@ def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], 
         name, equals, value = item.removeprefix("--").partition("=")
         if not item.startswith("--"):
             raise ConfigError(f"{item}: not an option; options begin with --, see --help")
-        if name in command.switches and not equals:
+        if name in command.switches:
+            if equals:
+                raise ConfigError(f"--{name}: takes no value, got {value}")
             switches.add(name)
         elif name == "debug":
             debug = True
         else:
             if not equals:
+                check_switch(command, name)
                 value = next(items, None)
                 if value is None:
                     raise ConfigError(f"--{name}: a value is missing")
@@ -94,6 +98,16 @@ def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], 
             else:
                 overrides["target.cache_dir" if name == "cache-dir" else name] = value
     return path, overrides, switches, debug
+
+
+def check_switch(command: Command, name: str) -> None:
+    """ConfigError for the name of a flag with a value that is spelt more like one without than like any with one."""
+    switches = {*command.switches, "debug", "help"}
+    others = {leaf for full, _, _ in flags(Recipe) for leaf in (full, full.rpartition(".")[2])}
+    others |= {"config", "cache-dir", *(f.name for f in (fields(command.options) if command.options else ()))}
+    close = difflib.get_close_matches(name, [*others, *switches], n=1)
+    if close and close[0] in switches:
+        raise ConfigError(f"--{name}: unknown option; did you mean {close[0]}?")
 
 
 def own_options(command: Command, overrides: dict[str, str]) -> list:
@@ -148,16 +162,36 @@ def fail(name: str, message: str, code: int, debug: bool) -> None:
     sys.exit(code)
 
 
+def run_folder(recipe: Recipe) -> Path:
+    """runs/<name>/, created. ConfigError where it cannot be."""
+    folder = Path(recipe.runs_dir) / recipe.name
+    with written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_resolved(recipe: Recipe) -> None:
+    """Writes the resolved recipe into the run's folder: by a stage that has accepted it, never before."""
+    folder = Path(recipe.runs_dir) / recipe.name
+    with written(folder):
+        write_text(folder / "recipe.yaml", dump_recipe(recipe))
+
+
 def run_dir(recipe: Recipe) -> Path:
     """runs/<name>/, created, with the resolved recipe written into it."""
-    folder = Path(recipe.runs_dir) / recipe.name
+    folder = run_folder(recipe)
+    write_resolved(recipe)
+    return folder
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """ConfigError where the folder cannot be written, unless the disk is full."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "recipe.yaml", dump_recipe(recipe))
+        yield
     except OSError as error:
         if error.errno in NO_SPACE:
             raise
         raise ConfigError(f"{folder}: cannot write the run's folder: {error.strerror}") from None
-    return folder
 
 

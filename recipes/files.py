@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, BinaryIO
 
 from recipes.errors import RunError
@@ -17,7 +18,7 @@ from recipes.errors import RunError
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` when the block ends: a reader sees the old content or the new,
     never a part. Nothing is left where the block raises; an OSError names `path`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{token_hex(4)}.tmp")  # processes of two machines may have one number
     try:
         with open(temporary, "wb") as f:
             yield f

@@ -5,6 +5,7 @@ An unknown key, in the file or on the command line, is an error that names the n
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
@@ -23,15 +24,31 @@ def parse_into(cls: type, values: dict[str, Any], where: str, flagged: Iterable[
     """Builds dataclass `cls` from plain values. `where` names their file in an error; values of the dotted names
     `flagged` came from the command line.
 
-    Raises ConfigError for an unknown key (naming the nearest valid one) or a value of the wrong type.
+    Raises ConfigError for an unknown key (naming the nearest valid one), a value of the wrong type, or a number that is
+    not finite.
     """
     check_keys(cls, values, where, "", flagged)
     try:
-        return TypeAdapter(cls).validate_python(values)
+        built = TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{source(where, key, flagged)}: {key} = {first['input']!r}: {first['msg']}") from None
+    check_finite(built, where, "", flagged)
+    return built
+
+
+def check_finite(value: Any, where: str, key: str, flagged: Iterable[str]) -> None:
+    """ConfigError for a number in `value`, at any depth, that is NaN or infinite: every comparison with it would pass
+    or fail whatever was meant."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{source(where, key, flagged)}: {key} = {value}: must be a finite number")
+    if is_dataclass(value):
+        items: Iterable[tuple[Any, Any]] = ((f.name, getattr(value, f.name)) for f in fields(value))
+    else:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in items:
+        check_finite(child, where, f"{key}.{name}" if key else str(name), flagged)
 
 
 def source(where: str, key: str, flagged: Iterable[str]) -> str:
@@ -96,8 +113,20 @@ def read_yaml(path: Path, what: str = "recipe") -> dict[str, Any]:
     return values
 
 
-def override(values: dict[str, Any], overrides: dict[str, str], known: dict[str, Any], where: str) -> None:
-    """Puts each override, dotted name to YAML text, into the nested `values`. `known`: default of each name."""
+def texts(cls: type, prefix: str = "") -> dict[str, bool]:
+    """Dotted name of every field of text -> whether it may be a mapping instead."""
+    found: dict[str, bool] = {}
+    for f in fields(cls):
+        if is_dataclass(f.type):
+            found |= texts(f.type, f"{prefix}{f.name}.")
+        elif isinstance(f.default, str):
+            found[f"{prefix}{f.name}"] = any(get_origin(kind) is dict for kind in get_args(f.type))
+    return found
+
+
+def override(values: dict[str, Any], overrides: dict[str, str], known: dict[str, bool], where: str) -> None:
+    """Puts each override, dotted name to YAML text, into the nested `values`. `known`: the fields of text (`texts`),
+    whose values are taken as they stand."""
     for name, text in overrides.items():
         node = values
         *parents, leaf = name.split(".")
@@ -106,19 +135,21 @@ def override(values: dict[str, Any], overrides: dict[str, str], known: dict[str,
             if not isinstance(node, dict):
                 raise ConfigError(f"{where}: --{name}: {part} = {node!r} in the file is not a mapping")
         try:
-            node[leaf] = text if isinstance(known.get(name), str) else yaml.safe_load(text)  # a name may be 123
+            value = yaml.safe_load(text)
         except yaml.YAMLError:
-            node[leaf] = text
+            value = text
+        mapping = isinstance(value, dict) and known.get(name)
+        node[leaf] = text if name in known and not mapping else value  # a name may be 123
 
 
 def load_options(cls: type, overrides: dict[str, str]) -> Any:
     """A command's own options as the dataclass `cls`, from its defaults and the command line; strict as a recipe."""
-    known = {name: default for name, default, _ in flags(cls)}
+    known = dict.fromkeys(name for name, _, _ in flags(cls))
     for name in overrides:
         if name not in known:
             raise ConfigError(f"--{name}: unknown option{nearest(name, '', known)}")
     values: dict[str, Any] = {}
-    override(values, overrides, known, "command line")
+    override(values, overrides, texts(cls), "command line")
     return parse_into(cls, values, "command line")
 
 
@@ -130,28 +161,34 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Re
     """
     values = read_yaml(Path(path))
     check_keys(Recipe, values, str(path), "")
-    known = {name: default for name, default, _ in flags(Recipe)}
+    known = dict.fromkeys(name for name, _, _ in flags(Recipe))
     for name in overrides or {}:
         if name not in known and not name.startswith("drafter.options."):
             raise ConfigError(f"--{name}: unknown option{nearest(name, '', known)}")
-    override(values, overrides or {}, known, str(path))
+    override(values, overrides or {}, texts(Recipe), str(path))
     recipe = parse_into(Recipe, values, str(path), overrides or ())
     if not recipe.name or "/" in recipe.name or recipe.name.startswith("."):
         raise ConfigError(f"{source(str(path), 'name', overrides or ())}: name = {recipe.name!r}: must be a plain "
                           "folder name")
-    check_url(recipe.trace.url, f"{source(str(path), 'trace.url', overrides or ())}: trace.url")
+    addresses = [("trace.url", recipe.trace.url, "give credentials to fsspec (docs/store.md)"),
+                 ("generation.server.base_url", recipe.generation.server.base_url, "name the key's variable in "
+                                                                                   "generation.server.api_key_env"),
+                 *((f"eval.sets[{i}].path", one.path, "download the file and name it")
+                   for i, one in enumerate(recipe.eval.sets) if "://" in one.path)]
+    for name, url, advice in addresses:
+        check_url(url, f"{source(str(path), name, overrides or ())}: {name}", advice)
     return recipe
 
 
-def check_url(url: str, where: str) -> None:
-    """ConfigError, which does not show it, for a URL with credentials: the run's copy of the recipe would keep them."""
+def check_url(url: str, where: str, advice: str) -> None:
+    """ConfigError, which does not show it, for a URL with credentials: the run's copy of the recipe would keep them. A
+    user name alone is one where HTTP sends it (https://TOKEN@host); elsewhere it may be part of the place."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if parts.password or parts.query:
-        raise ConfigError(f"{where}: holds a password or a query, and may have neither: give credentials to fsspec "
-                          "(docs/store.md)")
+    if parts.password or parts.query or (parts.username and parts.scheme in ("http", "https")):
+        raise ConfigError(f"{where}: holds a password or a query, or a token before @, and may have none: {advice}")
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Amount
+Beta = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 Span = Annotated[list[Weight], Field(max_length=2)]
 
 
@@ -101,7 +103,7 @@ class Server:
     api_key_env: str = opt("", "openai: environment variable that holds the API key; empty sends none")
     concurrency: PositiveInt = opt(16, "openai: most requests in flight")
     requests_per_s: NonNegativeFloat = opt(0.0, "openai: most requests begun a second; 0 is no limit")
-    timeout_s: PositiveFloat = opt(600.0, "openai: seconds after which a request without its whole answer is given up")
+    timeout_s: Amount = opt(600.0, "openai: seconds after which a request without its whole answer is given up")
     retries: NonNegativeInt = opt(5, "openai: further attempts for a request that failed")
     backoff_s: PositiveFloat = opt(0.5, "openai: first wait before a further attempt; it doubles, at most a minute")
 
@@ -117,7 +119,7 @@ class Generation:
     batch_size: PositiveInt = opt(32, "rows decoded together; a finished row is replaced")
     unit_rows: PositiveInt = opt(128, "rows of one atomic unit: what a kill can cost")
     seed: int = opt(0, "seed of sampled answers, combined with each row's id")
-    max_lost_share: float = opt(0.01, "share of requests without a usable answer above which the run stops")
+    max_lost_share: Share = opt(0.01, "share of requests without a usable answer above which the run stops")
     server: Server = field(default_factory=Server)
     engine: dict[str, Any] = opt({}, "vllm: arguments of vllm.LLM, e.g. {gpu_memory_utilization: 0.5}")
     log: str = opt("", "logs: JSONL file of answers with prompt and answer token ids")
@@ -140,9 +142,9 @@ class Trace:
     url: str = opt("", "where the traces are, any fsspec URL such as s3://bucket/folder; credentials come from "
                        "fsspec's configuration (docs/store.md); empty is runs/<name>/traces")
     cache_dir: str = opt("", "local folder of the cache, in which every run has its own; empty is runs/<name>/cache")
-    cache_gb: PositiveFloat = opt(20.0, "size at most, in GB of 1e9 bytes, of the states that mode cache keeps "
+    cache_gb: Amount = opt(20.0, "size at most, in GB of 1e9 bytes, of the states that mode cache keeps "
                                         "and of the shards of a url that are here")
-    max_bad_share: float = opt(0.01, "share of rows with NaN or Inf states above which the run stops")
+    max_bad_share: Share = opt(0.01, "share of rows with NaN or Inf states above which the run stops")
     backend: Literal["transformers", "vllm"] = opt("transformers", "what computes the states (docs/states.md)")
     engine: dict[str, Any] = opt({}, "vllm: arguments of vllm.LLM, e.g. {tensor_parallel_size: 8}")
     engine_python: str = opt("", "vllm: the Python of the environment that has vLLM; empty is this one")
@@ -166,14 +168,14 @@ class Drafter:
 
 @dataclass
 class Train:
-    epochs: PositiveFloat = opt(3.0, "passes over the training rows; the schedule ends with them")
+    epochs: Amount = opt(3.0, "passes over the training rows; the schedule ends with them")
     batch_rows: PositiveInt = opt(2, "conversations a micro-batch and process")
     accumulation: PositiveInt = opt(1, "micro-batches an optimizer step")
     optimizer: Literal["adamw", "muon"] = opt("adamw", "muon: Muon for hidden matrices, AdamW for the rest; not under "
                                                        "DeepSpeed (docs/training.md)")
-    lr: PositiveFloat = opt(1e-3, "peak learning rate")
+    lr: Amount = opt(1e-3, "peak learning rate")
     muon_lr: NonNegativeFloat = opt(0.0, "muon: peak rate of the hidden matrices, on AdamW's scale; 0 is train.lr")
-    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = opt(0.95, "muon: momentum of the hidden matrices")
+    muon_momentum: Beta = opt(0.95, "muon: momentum of the hidden matrices")
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = opt(5, "muon: Newton-Schulz iterations of an update")
     schedule: Literal["cosine", "linear", "wsd"] = opt("cosine", "how the rate falls after the warm-up; wsd: it stays "
                                                                  "at the peak first (docs/training.md)")
@@ -181,8 +183,8 @@ class Train:
     min_lr_share: Share = opt(0.05, "share of the peak where the schedule ends")
     decay_share: Share = opt(0.2, "wsd: share of the run's optimizer steps over which the rate falls")
     weight_decay: NonNegativeFloat = opt(0.0, "decoupled weight decay of all trained parameters")
-    beta1: float = opt(0.9, "AdamW beta1")
-    beta2: float = opt(0.95, "AdamW beta2")
+    beta1: Beta = opt(0.9, "AdamW beta1")
+    beta2: Beta = opt(0.95, "AdamW beta2")
     clip: PositiveFloat = opt(1.0, "global gradient norm is clipped to this")
     user_turns: bool = opt(False, "learn from the user turns that the traces mark (trace.user_turns) too, not only "
                                   "from answers")
@@ -246,6 +248,28 @@ class EvalSet:
 
 
 @dataclass
+class LiveServer:
+    """A running server that `make eval` measures in place of the recipe's own target (docs/evaluation.md)."""
+
+    base_url: str = opt("", "where a server with the drafter answers, e.g. http://localhost:8000: it is measured, and "
+                            "no target is loaded here; empty measures the recipe's target and drafter")
+    baseline_url: str = opt("", "where the same server without a drafter answers: both are measured in turns")
+    baseline_report: str = opt("", "instead: report.json of this command, made when the server ran without a drafter")
+    metrics_urls: list[str] = opt([], "pages with the server's counters, one a replica; empty is base_url/metrics")
+    model: str = opt("", "the name that it serves the target under; empty is the only one that it lists")
+    kind: Literal["vllm", "sglang", "tensorrt-llm", "dynamo", "plain"] = opt(
+        "vllm", "whose request fields it understands; plain is OpenAI's own only")
+    api_key_env: str = opt("", "environment variable that holds the API key of the servers; empty sends none")
+    concurrency: Annotated[list[PositiveInt], Field(min_length=1)] = opt(
+        [1, 4, 16], "requests in flight, each measured; with 1 the acceptance of each kind of prompt is known too")
+    timeout_s: PositiveFloat = opt(600.0, "seconds after which a request without its whole answer is given up")
+    retries: NonNegativeInt = opt(2, "further attempts for a request that failed; their time is in no latency")
+    backoff_s: PositiveFloat = opt(0.5, "first wait before a further attempt; it doubles, at most a minute")
+    max_lost_share: Share = opt(0.05, "share of a concurrency's requests without an answer above which the run stops")
+    label: str = opt("server", "the report goes to runs/<name>/eval/<label>/")
+
+
+@dataclass
 class Eval:
     prompts: str = opt("builtin", "builtin, or a JSONL file of `messages` or `prompt`; export's check uses it too")
     sets: list[EvalSet] = opt([], "the sets that are evaluated, each by itself and in total; empty is the one that "
@@ -266,7 +290,8 @@ class Eval:
     lossless_prompts: PositiveInt = opt(24, "prompts whose greedy text is compared with plain decoding")
     speed_prompts: PositiveInt = opt(12, "prompts timed with and without, interleaved, at batch 1")
     speed_tokens: PositiveInt = opt(48, "longest timed answer, in tokens")
-    batch_sizes: list[int] = opt([4], "further batch sizes timed, prefill included")
+    batch_sizes: list[Annotated[int, Field(ge=2)]] = opt(
+        [4], "further batch sizes timed, prefill included; batch 1 always is. Prompts fewer than the size are repeated")
     sampling_contexts: PositiveInt = opt(16, "contexts of the sampling test")
     sampling_draws: PositiveInt = opt(4000, "verified drafts a context of the sampling test")
     entropy_prompts: NonNegativeInt = opt(16, "answers over which the target's entropy at rejections is measured")
@@ -276,6 +301,7 @@ class Eval:
                                "or none")
     seed: int = opt(0, "seed of every random choice of the evaluation")
     gap_tolerance: float = opt(1e-4, "top-2 logit gap below which a first difference counts as a near-tie")
+    server: LiveServer = field(default_factory=LiveServer)
 
 
 @dataclass
@@ -289,14 +315,14 @@ class Export:
                             "and values are checked in any case")
     check_prompts: PositiveInt = opt(4, "held-out prompts of that check")
     check_tokens: PositiveInt = opt(32, "longest answer of that check, in tokens")
-    tolerance: float = opt(0.02, "largest difference of an acceptance per position")
+    tolerance: Share = opt(0.02, "largest difference of an acceptance per position")
 
 
 @dataclass
 class Roi:
     """What `make roi` plans for (docs/roi.md): the machines that serve, their price, the traffic."""
 
-    price_per_gpu_hour: float = opt(0.0, "price of one GPU hour; 0 is not known")
+    price_per_gpu_hour: NonNegativeFloat = opt(0.0, "price of one GPU hour; 0 is not known")
     price_kind: Literal["on-demand", "reserved", "spot"] = opt("on-demand", "a spot price is held for 30 days at most")
     spot_held: bool = opt(False, "hold a spot price for longer all the same; the plan says so")
     hardware: str = opt("", "a name of recipes/hardware.json or plan.custom; empty: what the steps were measured on")

@@ -4,7 +4,7 @@ Every function computes one case; a plan computes two, the best and the worst of
 """
 
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, lcm
 
 from recipes import draft_cost as draft
 from recipes.cost import Format, Pass, Speed, cache_per_gpu, pass_seconds, weights_per_gpu
@@ -160,6 +160,7 @@ class Training:
     batch_rows: int
     accumulation: int
     validate_every: int
+    save_every: int
     validation_length: int
     keep: int
     zero_stage: int
@@ -167,6 +168,12 @@ class Training:
     states: str = "stored"  # computed: by the target in every epoch
     cached: float = 0.0  # share of the rows that a cache keeps after the first epoch
     stored: str = "float32"  # how their states are stored, a key of recipes.storage.STORED
+
+
+def saves(steps: int, validate_every: int, save_every: int) -> int:
+    """Checkpoints that a run writes: at each validation, at each multiple of save_every, and at the end."""
+    at = (steps // n for n in (validate_every, save_every))
+    return sum(at) - steps // lcm(validate_every, save_every) + bool(steps % validate_every and steps % save_every)
 
 
 def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section: Training) -> Stage:
@@ -188,7 +195,7 @@ def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section
              "passes": busy, "updates": steps * draft.update_seconds(size, ranks, section.zero_stage, speed),
              "validation": checks * ceil(load.validation / ranks) * each}
     one = checkpoint_bytes(size.trained, size.parameters - size.trained, size.draft_vocab, size.vocab)
-    parts["checkpoints"] = checks * one / machine.disk
+    parts["checkpoints"] = saves(steps, section.validate_every, section.save_every) * one / machine.disk
     held = row_bytes(load.tokens, load.finals, size.taps, size.target_hidden, *STORED[section.stored])
     again = max(0.0, section.epochs - 1)
     read = section.epochs if section.states == "stored" else again * section.cached
@@ -273,14 +280,14 @@ def evaluate(shape: ModelShape, keep: Format, machine: Machine, load: Load, sect
         return filling + waves * new / load.accepted * cycle_seconds(shape, keep, machine, at_once, context, section)
 
     timed = section.timed + 1  # one more warms up
+    # Of each batch size all timed prompts; twice where they are fewer than two batches, repeated where fewer than one.
+    batches = [(b, section.timed if section.timed >= 2 * b else 2 * max(section.timed, b)) for b in section.batch_sizes]
     parts = {
         "start and loading": machine.start_s + weights * keep.gpus / machine.disk,
         "acceptance": speculative(load.judged, section.max_tokens, section.batch),
         "lossless": plain(min(section.lossless, load.judged), section.max_tokens, section.batch),
         "speed": 2 * plain(timed, section.timed_tokens, 1) + 2 * speculative(timed, section.timed_tokens, 1)
-        + speculative(section.timed, section.timed_tokens, section.timed) + sum(
-            plain(section.timed, section.timed_tokens, b) + speculative(section.timed, section.timed_tokens, b)
-            for b in section.batch_sizes if b <= section.timed),
+        + sum(plain(rows, section.timed_tokens, b) + speculative(rows, section.timed_tokens, b) for b, rows in batches),
         "sampling": section.contexts * (pass_seconds(shape, Pass(1, prompt), keep, speed)
                                         + pass_seconds(shape, Pass(1, 1, prompt), keep, speed)
                                         + 40 * section.draws * shape.vocab / 8 / speed.bandwidth)}

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,22 @@ def test_every_tensor(tmp_path, layout, name):
     if whole.is_floating_point():
         refused(out, layout, f"{name}: holds NaN", tensors=tensors | {name: whole.index_fill(0, torch.tensor([0]),
                                                                                              float("nan"))})
+
+
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("name", ["lm_head.weight", "embed_tokens.weight"])
+def test_tensors_of_other_origin(tmp_path, monkeypatch, layout, name):
+    """Case 03: in either layout, a tensor that is neither the trained one nor the target's aborts the export."""
+    own = LAYOUTS[layout]
+
+    def changed(*arguments):
+        return own.tensors(*arguments) | {name: torch.randn(D if name.startswith("lm") else V, H)}
+
+    monkeypatch.setitem(LAYOUTS, layout, replace(own, tensors=changed))
+    source = write_checkpoint(tmp_path / "checkpoint", make_meta(), make_state(make_meta()))
+    with pytest.raises(RunError, match=f"{name} (differs|is in only one of the two)"):
+        export_layout(layout, source, tmp_path / "out", "float32", SERVED)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def paths(config, prefix=()):

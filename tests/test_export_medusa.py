@@ -244,7 +244,9 @@ def test_strays_and_other_origins_are_refused(tmp_path):
     (out / "medusa_lm_head.safetensors").unlink()
     origin = json.loads((out / "provenance.json").read_text())
     for change, message in (({"kind": "eagle3"}, "kind = 'eagle3'"), ({"layout": "native"}, "layout = 'native'"),
-                            ({"options": origin["options"] | {"heads": 4}}, "options.heads = 4")):
+                            ({"options": origin["options"] | {"heads": 4}}, "options.heads = 4"),
+                            ({"shape": origin["shape"] | {"target_layers": 9}}, "shape.target_layers = 9"),
+                            ({"shape": origin["shape"] | {"draft_vocab_size": 5}}, "shape.draft_vocab_size = 5")):
         (out / "provenance.json").write_text(json.dumps(origin | change))
         with pytest.raises(RunError, match=message):
             check_folder(out, "medusa")
@@ -281,6 +283,9 @@ def test_published_spellings_are_read(tmp_path):
     ({"num_heads": 2}, "", "blocks.2.layers.0.bias is unknown"),
     ({"hidden_size": 4}, "", r"the config implies \[4, 4\]"),
     ({"original_lm_head": True}, "", "lm_heads.1.weight is unk"),
+    ({"drafthouse": "x"}, "", "drafthouse = 'x': must be a mapping"),
+    ({"drafthouse": {"target": {"fingerprint": {"weights": 1}}}}, "", "must hold digests"),
+    ({"drafthouse": {"shape": [1]}}, "", r"drafthouse.shape = \[1\]: must be a mapping"),
     ({"truncated_vocab_size": 7}, "", "must hold 7 distinct ids")])
 def test_folders_that_do_not_fit_are_named(change, lost, message):
     """Cases 13, 56, 57: nothing is filled in where no engine's default is right."""
@@ -382,6 +387,7 @@ def test_doctor_finds_training_loop_and_reader_in_agreement(base, capsys):
     assert call(doctor.COMMAND, base.recipe) == 0, capsys.readouterr()
     found = json.loads((base.run / "doctor" / "report.json").read_text())
     assert found["witnesses"] == ["training", "loop", "reader of medusa"] and found["first"] is None
+    assert found["not_compared"] == ["layers", "positions"]
     stages = {one["stage"] for one in found["findings"]}
     assert {"vocabulary", "token ids", "layer states", "teacher", "drafter logits at step 3", "acceptance"} <= stages
     path = base.run / "export" / "medusa" / "model.safetensors"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import RunError
-from recipes.files import alone, sha256_file, sha256_json, write_bytes, write_json, write_text
+from recipes.files import alone, replacing, sha256_file, sha256_json, write_bytes, write_json, write_text
 
 
 def no_space(*args):
@@ -44,6 +44,19 @@ def test_temporary_name_is_hidden_and_in_the_same_folder(tmp_path, monkeypatch):
     write_json(tmp_path / "a.json", {"é": 1})
     assert names[0].parent == tmp_path and names[0].name.startswith(".a.json.")
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"é": 1}
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path, monkeypatch):
+    """Processes of two machines with the same number write one file at the same time: each has a temporary file of its
+    own, and what is there in the end is whole."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    with replacing(tmp_path / "a") as first:
+        with replacing(tmp_path / "a") as second:
+            assert len(list(tmp_path.iterdir())) == 2
+            first.write(b"first, and longer")
+            second.write(b"second")
+        assert (tmp_path / "a").read_bytes() == b"second"
+    assert (tmp_path / "a").read_bytes() == b"first, and longer" and os.listdir(tmp_path) == ["a"]
 
 
 def test_digests(tmp_path):

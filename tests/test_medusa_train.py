@@ -110,6 +110,7 @@ def test_train_export_and_eval_from_end_to_end(trained, capsys):
     for layout in ("medusa", "medusa-original"):
         proof = json.loads((trained.run / "export" / f"{layout}-check.json").read_text())
         assert proof["loop"] == proof["reader"] and proof["loop"][2] > 0.5
+        assert proof["validation"]["replay"] == proof["validation"]["reader"] and proof["validation"]["drafts"] > 0
         assert (proof["engines"]["vllm"] == []) == (layout == "medusa")
     assert call(eval_run.COMMAND, trained.recipe) == 0
     report = json.loads((trained.run / "eval" / "report.json").read_text())
@@ -169,5 +170,10 @@ def test_a_checkpoint_that_lost_a_head_is_refused(trained, tmp_path):
         code.load(options, meta["shape"], [], lost, trained.target)
     with pytest.raises(ConfigError, match="has no d2t tensor"):
         code.load(options, meta["shape"], [], {k: t for k, t in tensors.items() if k != "d2t"}, trained.target)
-    with pytest.raises(ConfigError, match="vocabulary 65 and hidden size 64; this target has 64"):
-        code.load(options, meta["shape"] | {"vocab_size": 65}, [], tensors, trained.target)
+    for change, message in (({"vocab_size": 65}, "vocabulary 65 and hidden size 64; this target has 64"),
+                            ({"draft_vocab_size": 10**10}, "d2t"), ({"wings": 2}, "shape.wings is missing or unknown"),
+                            ({"hidden_size": "64"}, "shape.hidden_size = '64'"), ({"target_layers": True}, "= True")):
+        with pytest.raises(ConfigError, match=message):
+            code.load(options, meta["shape"] | change, [], tensors, trained.target)
+    with pytest.raises(ConfigError, match="shape = None: must be a mapping"):
+        code.load(options, None, [], tensors, trained.target)

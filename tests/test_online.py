@@ -22,6 +22,7 @@ from data.tracetool import COMMAND as INSPECT
 from drafters.target import Target
 from recipes.cli import run
 from recipes.errors import ConfigError, RunError
+from recipes.files import alone
 from recipes.loader import load_recipe
 from tests.tiny import call, write_prompts, write_recipe, write_target
 from train.loop import Trainer
@@ -104,6 +105,21 @@ def test_autocast_does_not_reach_the_target(base, target):
     with torch.autocast("cpu", torch.bfloat16):
         under = reader[0]
     assert same_bits(under, reader[0]) and under.taps.dtype == torch.float32
+
+
+def test_a_refused_run_leaves_the_cache_of_the_one_at_work(base, tmp_path, capsys):
+    """While a run trains, a second one with a smaller trace.cache_gb ends with a message before it removes a row."""
+    copied(base, tmp_path)
+    flags = ("--runs_dir", str(tmp_path), "--name", "run", "--trace.mode", "cache", "--train.epochs", "0.3")
+    assert call(TRAIN, base, *flags) == 0
+    run = tmp_path / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert len([path for path in before if path.match("cache/*/*.safetensors")]) > 1
+    capsys.readouterr()
+    with alone(run / "checkpoints"):
+        assert call(TRAIN, base, *flags, "--trace.cache_gb", "0.00001") == 1
+    assert "another run is at work there" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "float8_e4m3"])

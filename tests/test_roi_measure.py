@@ -9,7 +9,8 @@ from tiny import call, write_prompts, write_recipe, write_target
 
 from eval import roi, roi_measure
 from eval.probe import Hardware
-from eval.roi_files import read_steps
+from eval.roi_files import Steps, read_steps
+from recipes.errors import ConfigError
 from recipes.loader import load_recipe
 
 MACHINE = Hardware(memory_gb=8, bandwidth_tb_s=0.02, tflops={"float32": 0.1}, measured=True, cpu=True, layer_us=50)
@@ -86,3 +87,27 @@ def test_a_context_that_does_not_fit_is_named(world, capsys):
     """The target's context leaves room for the timed cycles."""
     assert call(roi.COMMAND, world, "measure", "--roi.contexts", "[500]") == 2
     assert "roi.contexts = [500]: the target's context leaves" in capsys.readouterr().err
+
+
+def test_drafters_whose_cost_follows_from_the_target(world):
+    """Lookup and a layer_cut need no sizes; a kind whose cost is not known is told before anything is timed."""
+    def drafter(kind: str, **options) -> dict:
+        recipe = load_recipe(world)
+        return roi_measure.drafter_of(replace(recipe, drafter=replace(recipe.drafter, kind=kind, options=options)))
+
+    assert drafter("lookup") == {"kind": "lookup", "bits": 32.0}
+    assert drafter("layer_cut", layers=2) == {"kind": "layer_cut", "bits": 32.0, "layers": 2}
+    steps = Steps(profile="loop", target=read_steps(folder_of(world) / "steps.json").target)
+    assert replace(steps, drafter=drafter("layer_cut", layers=2)).draft().layers == 2
+    assert replace(steps, drafter=drafter("lookup")).draft().kind == "lookup"
+
+
+def test_an_unknown_cost_is_told_first(world, monkeypatch):
+    """Nothing is loaded or timed for a drafter that steps.json could not describe."""
+    def unknown(*_args):
+        raise ConfigError("drafter.kind: its cost is not known yet")
+
+    monkeypatch.setattr(roi_measure, "draft_size", unknown)
+    monkeypatch.setattr(roi_measure, "open_loop", lambda recipe: pytest.fail("the loop was opened"))
+    with pytest.raises(ConfigError, match="cost is not known"):
+        roi_measure.measure(load_recipe(world), print)

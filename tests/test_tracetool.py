@@ -285,6 +285,25 @@ def test_inspect_prints_what_the_folder_holds(world, capsys):
     assert files(world[2]) == before and (world[2].parent / "recipe.yaml").read_bytes() == resolved
 
 
+def test_lock_of_a_refused_run_is_no_fault(copied):
+    """Processes of a launch that is refused leave the file by which they find each other: it is none of the traces'."""
+    recipe, traces = copied
+    (traces / ".lock").touch()
+    assert call(INSPECT, recipe, "--verify", "--trace.verify_rows", "0") == 0
+
+
+def test_repair_in_two_passes_counts_once(copied):
+    """A broken manifest is made anew first, what a killed run left goes after it. What the units of answers count, here
+    three failed attempts, is in the manifest once all the same."""
+    recipe, traces = copied
+    unit = sorted((traces / "answers").glob("*.json"))[0]
+    edit(unit, lambda stored: stored.update(counts={"HTTP 500": 3}))
+    (traces / "manifest.json").write_text("{")
+    leave_temporary(traces)
+    assert call(INSPECT, recipe, "--repair") == 0
+    assert json.loads((traces / "manifest.json").read_text())["answer_counts"] == {"HTTP 500": 3}
+
+
 def test_sample_is_chosen_by_seed_and_size(copied, capsys):
     """A wrong state in one row is found when its row is drawn: always with all rows, never with none (case 34)."""
     recipe, traces = copied

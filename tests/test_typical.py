@@ -13,10 +13,12 @@ from tiny_medusa import medusa_run
 from data.sampling import Sampling
 from drafters.tree import Draft, Topology
 from eval import run as eval_run
-from eval import serve_check, ship
+from eval import live_report, roi_accepted, serve_check, ship
 from eval.decode import Decoder
 from eval.publish import gate
+from eval.verdict import decide
 from eval.verify import Typical, verify, verify_typical
+from recipes.errors import ConfigError
 from recipes.loader import load_recipe
 
 RULE = Typical(0.09, 0.3)
@@ -91,7 +93,7 @@ def test_more_is_accepted_than_exactly(base):
 def test_the_report_says_that_it_is_lossy(base, capsys):
     """The verdict is no, by its name; the lossless proof is of exact acceptance; neither publishing nor the serving
     check takes such a report."""
-    flags = ["--eval.acceptance", "typical", "--eval.typical.temperature", "2.0"]
+    flags = ["--eval.acceptance", "typical", "--eval.typical.temperature", "2.0", "--eval.batch_sizes", "[2]"]
     assert call(eval_run.COMMAND, base.recipe, *flags) == 0
     assert capsys.readouterr().out.startswith("LOSSY")
     folder = base.run / "eval"
@@ -108,6 +110,19 @@ def test_the_report_says_that_it_is_lossy(base, capsys):
     capsys.readouterr()
     assert call(serve_check.COMMAND, base.recipe, "--python", "/bin/true") == 1
     assert "of typical acceptance" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="report.json: of typical acceptance"):
+        roi_accepted.read_acceptance(folder / "report.json", "")
+    sent = {key: report["settings"][key] for key in ("prompts_sha256", "max_tokens")}
+    assert live_report.offline_block(folder / "report.json", sent, {"per_position": [0.1, 0.1, 0.1]}) is None
+    report["total"]["lossless"]["greedy"]["mismatches"] = 1
+    assert "1 of 4 greedy answers differ" in decide(report["total"], report["sets"], lossy=True)["reasons"][1]
+
+
+def test_a_server_accepts_by_its_own_rule(base, capsys):
+    """`make eval` of a running server says nothing of typical acceptance, and sends nothing."""
+    flags = ["--eval.acceptance", "typical", "--eval.server.base_url", "http://127.0.0.1:9"]
+    assert call(eval_run.COMMAND, base.recipe, *flags) == 2
+    assert "eval.acceptance = typical: is a rule of the loop here" in capsys.readouterr().err
 
 
 def test_exact_is_the_default(base):

@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from data.ranks import appears
 from drafters import checkpoint
 from recipes.errors import FAILED, ConfigError, DrafthouseError, RunError
 from recipes.files import sync_folder, write_json
@@ -166,12 +167,29 @@ def prune(folder: Path, keep: int, best_step: int) -> None:
             shutil.rmtree(checkpoint.path_of(folder, step))
 
 
-def latest(folder: Path, settings: dict[str, Any], split: Split) -> tuple[Path, Progress] | None:
-    """The checkpoint to resume from, or None. ConfigError where it was trained with other settings."""
-    steps = steps_in(folder)
-    if not steps:
+def sweep(folder: Path) -> None:
+    """Removes what killed runs left half-written."""
+    for left in folder.glob(".step-*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def latest(accelerator: Accelerator, folder: Path) -> Path | None:
+    """The checkpoint to resume from, or None. All ranks call it together: the main process chooses, since a network
+    file system may show another one less, and the others wait until they see it. RunError where one never does."""
+    own = (steps_in(folder)[-1:] or [-1]) if accelerator.is_main_process else [0]
+    step = int(accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum"))
+    if step < 0:
         return None
-    path = checkpoint.path_of(folder, steps[-1])
+    path = checkpoint.path_of(folder, step)
+    unseen = torch.tensor(float(not appears(path / "trainer.json")), device=accelerator.device)
+    if blind := int(accelerator.reduce(unseen, "sum")):
+        raise RunError(f"{path}: {blind} of {accelerator.num_processes} processes do not see this checkpoint; runs_dir "
+                       "must be on storage that all machines share")
+    return path
+
+
+def read_progress(path: Path, settings: dict[str, Any], split: Split) -> Progress:
+    """Where the run stood at this checkpoint. ConfigError where it was trained with other settings."""
     try:
         stored = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
         progress = Progress(**stored["progress"])
@@ -187,7 +205,7 @@ def latest(folder: Path, settings: dict[str, Any], split: Split) -> tuple[Path, 
         raise ConfigError(f"{path}: trained with other settings: {changed}; "
                           "use another `name`, or delete the checkpoints to start over")
     check_split(path, earlier, split)
-    return path, progress
+    return progress
 
 
 def check_split(path: Path, earlier: Split, now: Split) -> None:

@@ -33,13 +33,13 @@ from drafters.registry import entry, options_of
 from drafters.target import Target
 from eval.metrics import bootstrap_difference
 from eval.replay import replay
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError
 from recipes.files import alone, sha256_json, write_json
 from recipes.schema import Recipe, opt
 from train.launch import start
 from train.loop import Trainer
-from train.run import check_target, check_user_turns
+from train.run import check_rows, check_target, check_user_turns
 
 CANDIDATES = 10  # about so many places are tried unless told otherwise
 FEWEST = 8  # validation rows; an interval from fewer says nothing
@@ -267,8 +267,9 @@ def main(recipe: Recipe, switches: set[str], options: Any) -> None:
     accelerator = start(recipe.train, None)
     if accelerator.distributed_type != DistributedType.NO:
         raise ConfigError(f"make layers runs in one plain process, not under {accelerator.distributed_type.value}")
-    folder = run_dir(recipe)
+    folder = run_folder(recipe)
     source = open_rows(recipe.trace, folder)
+    check_rows(source, recipe)
     check_user_turns(source, recipe.train.user_turns)
     judges = len(source.split("validation"))
     if not judges:

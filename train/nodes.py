@@ -18,7 +18,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from drafters.registry import entry
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError, RunError
 from recipes.files import write_text
 from recipes.loader import dump_recipe
@@ -166,7 +166,7 @@ def check_shell(path: Path) -> None:
 def main(recipe: Recipe, switches: set[str], options: Options) -> None:
     check_words(options)
     each = each_node(options)
-    folder = (run_dir(recipe) / "launch").resolve()
+    folder = (run_folder(recipe) / "launch").resolve()
     folder.mkdir(exist_ok=True)
     path = folder / "recipe.yaml"
     write_text(path, dump_recipe(recipe))

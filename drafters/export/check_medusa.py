@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafters.export.check import UNSUPPORTED, read_config, stray_files
-from drafters.export.medusa import ORIGINAL, STRUCTURE, VLLM, WEIGHTS, block_names
+from drafters.export.medusa import ORIGINAL, SIZES, STRUCTURE, VLLM, WEIGHTS, block_names
 from drafters.export.native import DTYPES
 from drafters.export.tensor_check import is_size
 from drafters.medusa import MOST_BLOCKS, MOST_HEADS
@@ -28,13 +28,19 @@ FIXED = {
 }
 COUNTS = {VLLM: ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads", "num_hidden_layers"),
           ORIGINAL: ("medusa_num_heads", "medusa_num_layers")}
+KEYS = {"draft_vocab_size": "truncated_vocab_size"}  # sizes that vLLM's config.json has under another name
 FORBIDDEN = {"token_map": "there is no draft vocabulary in this config", "lm_head.weight": "vLLM skips this name",
              "d2t": "the map of this layout is token_map, which holds ids", "t2d": "vLLM skips this name"}
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """What the engines' table and provenance.json are compared with: precision and structure."""
+    """What the engines' table and provenance.json are compared with: precision, structure and sizes. Sizes that a
+    layout has no key for are those of the section that ties the export to its checkpoint."""
+    section = config.get("drafthouse")
+    shape = section.get("shape") if isinstance(section, dict) else None
+    shape = shape if isinstance(shape, dict) else {}
     known = {"torch_dtype": config.get("torch_dtype")}
+    known |= {key: config.get(KEYS.get(key, key), shape.get(key)) for key in SIZES}
     for option, keys in (("heads", ("num_heads", "medusa_num_heads")),
                          ("num_layers", ("num_hidden_layers", "medusa_num_layers"))):
         known[option] = next((config[key] for key in keys if key in config), None)
@@ -117,13 +123,11 @@ def original_violations(config: dict[str, Any]) -> Iterator[str]:
 
 def expected(config: dict[str, Any], layout: str) -> dict[str, list[int]] | None:
     """Names and shapes of all tensors; None where the config does not say them."""
-    keys, section = flat(config), config.get("drafthouse")
+    keys = flat(config)
     if layout == VLLM:
         sizes = [config.get(key) for key in ("hidden_size", "vocab_size", "truncated_vocab_size")]
     else:
-        shape = section.get("shape") if isinstance(section, dict) else None
-        shape = shape if isinstance(shape, dict) else {}
-        sizes = [shape.get(key) for key in ("hidden_size", "vocab_size", "vocab_size")]
+        sizes = [keys[key] for key in ("hidden_size", "vocab_size", "vocab_size")]
     (H, V, D), K, n = sizes, keys["heads"], keys["num_layers"]
     if not all(map(is_size, (H, V, D, K, n))) or K > MOST_HEADS or n > MOST_BLOCKS:
         return None

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from drafters.export.check import ROPE_NEEDS
-from drafters.export.native import VARIANTS, canonical_rope, engine_layer_ids
+from drafters.export.foreign_values import mapping, rope_of, target_of
+from drafters.export.native import VARIANTS, engine_layer_ids
 from drafters.export.tensor_check import expected_tensors, is_size, sizes
 from drafters.layers import MOST_LAYERS
 from recipes.errors import ConfigError
@@ -83,8 +83,7 @@ def from_native(config: dict[str, Any], tensors: dict[str, Tensor]) -> Imported:
 
     config: content of config.json. Raises ConfigError naming the key or tensor that has no place here.
     """
-    ours = config.get("drafthouse") or {}
-    inner = config.get("eagle_config") or {}
+    ours, inner = mapping(config, "drafthouse"), mapping(config, "eagle_config")
     check_plain(config, PLAIN, "")
     check_plain(inner, PLAIN_EAGLE, "eagle_config.")
     flags, unsaid = {flag: config.get(flag) for flag in VARIANTS}, {}
@@ -96,7 +95,7 @@ def from_native(config: dict[str, Any], tensors: dict[str, Tensor]) -> Imported:
     layers, where = native_layers(config, inner)
     places = {name: f"config.json: {name}" for name in (*SHAPE, "target_hidden_size")} | {"layers": where}
     found = assemble("native", config, config, tensors, places, flags, unsaid, layers)
-    found.target = dict(ours.get("target", {}))
+    found.target = target_of(ours)
     found.shape["target_layers"] = ours.get("target_layers")
     places["target_layers"] = "config.json: drafthouse.target_layers"
     return found
@@ -153,8 +152,9 @@ def check_plain(values: dict[str, Any], table: dict[str, tuple[Any, ...]], prefi
         if key in values and values[key] not in plain:
             more = f" to {MOST_LAYERS}" if key == "num_hidden_layers" else ""
             raise ConfigError(f"config.json: {prefix}{key} = {values[key]!r}: the drafter here has {plain[0]!r}{more}")
-    if set(values.get("layer_types") or ()) - {"full_attention"}:
-        raise ConfigError(f"config.json: {prefix}layer_types = {values['layer_types']}: the drafter here attends fully")
+    kinds = values.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ConfigError(f"config.json: {prefix}layer_types = {kinds!r:.80}: the drafter here attends fully")
 
 
 def shape_of(decoder: dict[str, Any], outer: dict[str, Any], places: dict[str, str],
@@ -179,23 +179,6 @@ def shape_of(decoder: dict[str, Any], outer: dict[str, Any], places: dict[str, s
         raise ConfigError(f"{places['rms_norm_eps']} = {eps!r}: must be a number between 0 and 1")
     rope = rope_of(decoder, default["rope_parameters"]["rope_theta"], notes)
     return values | {"hidden_act": "silu", "rope_parameters": rope, "target_layers": None}
-
-
-def rope_of(decoder: dict[str, Any], default_base: float, notes: list[str]) -> dict[str, Any]:
-    """Rotary settings in transformers 5's form. Raises ConfigError for those that the drafter here cannot have."""
-    rope = {key: decoder[key] for key in ("rope_parameters", "rope_scaling", "rope_theta") if decoder.get(key)}
-    if "rope_theta" not in rope and "rope_theta" not in (decoder.get("rope_parameters") or {}):
-        rope["rope_theta"] = default_base
-        notes.append(f"rope_theta is not stated: {default_base:g}, as engines take it")
-    settings = canonical_rope(rope)
-    kind, partial = settings["rope_type"], settings.pop("partial_rotary_factor", None)
-    if partial not in (None, 1.0):
-        raise ConfigError(f"config.json: partial_rotary_factor = {partial}: the drafter here rotates whole heads")
-    lacking = [key for key in ROPE_NEEDS.get(kind, ()) if key not in settings]
-    if kind not in ROPE_NEEDS or lacking:
-        raise ConfigError(f"config.json: rope_type = {kind!r} in {rope}: "
-                          f"{f'{lacking[0]} is missing' if lacking else 'known are ' + ', '.join(ROPE_NEEDS)}")
-    return settings
 
 
 def native_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

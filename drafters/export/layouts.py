@@ -30,20 +30,26 @@ Meta, Tensors = dict[str, Any], dict[str, Tensor]
 
 
 Pair = tuple[str, Any, Any]
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+         "draft_vocab_size")  # of an EAGLE-3 drafter's shape, under the same names in config.json
 
 
 def said_by_flags(origin: dict[str, Any], keys: dict[str, Any]) -> Iterator[Pair]:
     """What provenance.json and config.json say of an EAGLE-3 drafter: (what, there, here)."""
-    options = origin["options"]
+    options, shape = origin["options"], origin["shape"]
     yield "layers", origin.get("layers"), keys.get("eagle_aux_hidden_state_layer_ids")
+    for name in SIZES:
+        yield f"shape.{name}", shape.get(name), keys.get(name)
     yield "options.num_layers", options.get("num_layers", 1), keys.get("num_hidden_layers")
     for flag, (option, on, _) in VARIANTS.items():
         yield f"options.{option}", options.get(option) == on, bool(keys.get(flag))
 
 
 def said_by_options(origin: dict[str, Any], keys: dict[str, Any]) -> Iterator[Pair]:
-    """The same of Medusa heads, which tap nothing and whose `flat` keys are options."""
+    """The same of Medusa heads, which tap nothing and whose `flat` keys are sizes and options."""
     yield "layers", origin.get("layers"), []
+    for name in medusa.SIZES:
+        yield f"shape.{name}", origin["shape"].get(name), keys.get(name)
     for option in medusa.STRUCTURE:
         if option in keys:
             yield f"options.{option}", origin["options"].get(option), keys[option]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.export.foreign import MOST_TOKENS, Imported
+from drafters.export.foreign_values import mapping, target_of
 from drafters.export.native import DTYPES, FORMAT
 from drafters.export.tensor_check import is_size
 from drafters.medusa import MOST_BLOCKS, MOST_HEADS
@@ -213,7 +214,7 @@ def from_original(config: dict[str, Any], tensors: dict[str, Tensor]) -> Importe
             raise ConfigError(f"tensor {name}: block {j} of a head with {n} blocks")
         named[target] = tensors[name]
     carried = None
-    options = (config.get("drafthouse") or {}).get("options") or {}
+    options = mapping(mapping(config, "drafthouse"), "options", "config.json: drafthouse.")
     if options.get("projection") == "shared":
         heads = [named.pop(f"lm_heads.{i}.weight", None) for i in range(K)]
         if any(head is None or not torch.equal(head, heads[0]) for head in heads):
@@ -260,11 +261,11 @@ def assemble(layout: str, config: dict[str, Any], named: dict[str, Tensor], size
                       if not t.is_floating_point() or not bool(torch.isfinite(t).all())]
     if wrong:
         raise ConfigError(f"tensors do not fit Medusa heads of this config: {'; '.join(wrong)}")
-    section = config.get("drafthouse") or {}
+    section = mapping(config, "drafthouse")
     options = {"heads": K, "num_layers": n, "projection": "shared" if shared else "own", "draft_vocab_size": D}
     shape = {"hidden_size": H, "vocab_size": V, "draft_vocab_size": D,
-             "target_layers": (section.get("shape") or {}).get("target_layers")}
+             "target_layers": mapping(section, "shape", "config.json: drafthouse.").get("target_layers")}
     where = {key: f"config.json: {place}" for key, place in places.items()}
     where |= {"target_layers": "config.json: drafthouse.shape.target_layers", "layers": "config.json: layers"}
     return Imported(layout, "medusa", options, {}, shape, [], ids, named, where, head="many",
-                    target=dict(section.get("target") or {}), notes=notes, carried=carried)
+                    target=target_of(section), notes=notes, carried=carried)

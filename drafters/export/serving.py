@@ -42,9 +42,14 @@ class Deployment:
         return serving(self.layout, self.keys, self.target_layers)
 
 
+def on_the_hub(name: str) -> bool:
+    """Whether a name is a Hub id, and no folder of this machine."""
+    return bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
+
+
 def target_reference(model: str) -> str:
     """A Hub id as it is; UNNAMED for a folder of this machine or an embedded target."""
-    return model if HUB_ID.fullmatch(model) and not Path(model).exists() else UNNAMED
+    return model if on_the_hub(model) else UNNAMED
 
 
 def speculative_config(drafter: str, drafted: int, layout: str = "native") -> str:

@@ -22,7 +22,7 @@ from recipes.files import sha256_file, sync_folder, write_bytes, write_json, wri
 
 WEIGHT_FILE, CONFIG, ORIGIN = "model.safetensors", "config.json", "provenance.json"
 FORMAT = "drafthouse.export/1"
-EXPORTED = (WEIGHT_FILE, CONFIG, ORIGIN, *FILES)
+EXPORTED = (*sorted({layout.weights for layout in LAYOUTS.values()}), CONFIG, ORIGIN, *FILES)
 TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa"}
 
 
@@ -74,7 +74,8 @@ def export_layout(name: str, checkpoint: Path, out: Path, dtype: str, served: Se
 def provenance(layout: str, meta: dict[str, Any], dtype: str, weights: str) -> dict[str, Any]:
     """provenance.json: what the drafter is, for which target, and of which checkpoint."""
     return {"format": FORMAT, "layout": layout, "kind": meta["kind"], "options": dict(meta["options"]),
-            "layers": list(meta["layers"]), "target_layers": meta["shape"]["target_layers"],
+            "shape": dict(meta["shape"]), "layers": list(meta["layers"]),
+            "target_layers": meta["shape"]["target_layers"],
             "target": dict(meta["target"]), "dtype": dtype, "checkpoint_sha256": weights}
 
 
@@ -97,8 +98,10 @@ def origin_violations(folder: Path, layout: str) -> list[str]:
     of, keys = LAYOUTS[layout], LAYOUTS[layout].flat(config)
     pairs = {"format": (origin.get("format"), FORMAT), "layout": (origin.get("layout"), layout),
              "dtype": (origin.get("dtype"), keys.get("torch_dtype"))}
-    options, target = (origin[key] if isinstance(origin.get(key), dict) else {} for key in ("options", "target"))
-    pairs |= {what: (there, here) for what, there, here in of.said(origin | {"options": options}, keys)}
+    options, target, shape = (origin[key] if isinstance(origin.get(key), dict) else {}
+                              for key in ("options", "target", "shape"))
+    pairs |= {what: (there, here)
+              for what, there, here in of.said(origin | {"options": options, "shape": shape}, keys)}
     formed = {"kind": origin.get("kind") == of.kind, "options": bool(options),
               "target": bool(target.get("model")) and bool(target.get("fingerprint")),
               "target_layers": is_size(origin.get("target_layers")),

@@ -1,0 +1,38 @@
+"""`make publish` of Medusa heads: what is written in either layout."""
+
+import json
+
+import pytest
+from fake_hub_uploads import TOKEN
+from test_publish import PUBLISH, staged
+from tiny import call
+from tiny_medusa import FORMATS, medusa_run
+
+from drafters.export.layouts import LAYOUTS
+from eval import publish, ship
+from eval import run as eval_run
+from recipes.files import sha256_file
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    made = medusa_run(tmp_path_factory.mktemp("publish"), {"draft_vocab_size": 0})
+    assert call(ship.COMMAND, made.recipe, *FORMATS) == 0 == call(eval_run.COMMAND, made.recipe)
+    return made
+
+
+@pytest.mark.parametrize("layout", ["medusa", "medusa-original"])
+def test_dry_run_writes_the_heads_under_their_layouts_names(base, monkeypatch, capsys, layout):
+    """The weights are the export's, byte for byte, and the only ones; the target has its public name; the card says
+    nothing of positions, of which heads know none."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    code = call(publish.COMMAND, base.recipe, *PUBLISH, "--format", layout, "--dry-run")
+    assert code == 0, capsys.readouterr().err
+    [weights] = staged(base).glob("*.safetensors")
+    assert weights.name == LAYOUTS[layout].weights and weights.name in publish.OWNED
+    assert sha256_file(weights) == sha256_file(base.run / "export" / layout / weights.name)
+    config = json.loads((staged(base) / "config.json").read_text())
+    assert config["drafthouse"]["target"]["model"] == "org/target"
+    assert config.get("base_model_name_or_path", "org/target") == "org/target"
+    card = (staged(base) / "README.md").read_text()
+    assert "Labelled for" not in card and "| position 3 |" in card
