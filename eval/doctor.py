@@ -26,6 +26,7 @@ from drafters.registry import entry
 from drafters.target import Target
 from eval.departures import Finding, alone, compare_all, precision
 from eval.engine_run import Job, job_for, offline, stoppable
+from eval.plans import check_longest
 from eval.run import spread
 from eval.ship import exports_here
 from eval.witnesses import Evidence, engine, loop, second_reader, training
@@ -71,6 +72,7 @@ def examine_here(recipe: Recipe, options: Options, folder: Path) -> tuple[list[E
     source = imported.chosen(recipe.drafter, folder, target)
     drafter = checkpoint.load(source, target)
     K, max_tokens = recipe.eval.draft_length, recipe.export.check_tokens
+    check_longest(K, drafter, "eval.draft_length")
     prompts, _ = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
     chosen = [prompts[i] for i in spread(prompts, options.prompts)]
     ids = {f"prompt {p.id}": prompt_ids(target.tokenizer, p.messages, p.tools) for p in chosen}

@@ -25,6 +25,7 @@ from drafters.target import Target
 from eval.decode import Decoder, Output, Rows
 from eval.plan import draft_size, read_config
 from eval.plan_machine import BITS
+from eval.plans import check_longest
 from eval.probe import measure as probe
 from eval.roi_files import Steps, Timed
 from recipes.errors import ConfigError
@@ -135,6 +136,8 @@ def measure(recipe: Recipe, progress: Callable[[str], None], parts: bool = True)
     context is too short."""
     drafter = drafter_of(recipe)  # a kind whose cost is not known is told before anything is timed
     loop, section = open_loop(recipe), recipe.roi
+    for name in ("draft_lengths", "held_out"):
+        check_longest(max(getattr(section, name), default=0), loop.drafter, f"roi.{name}")
     room = loop.target.max_length - CYCLES * (max([*section.draft_lengths, *section.held_out]) + 1) - 2
     if max(section.contexts) > room:
         raise ConfigError(f"roi.contexts = {section.contexts}: the target's context leaves {room}")

@@ -27,6 +27,7 @@ from drafters.target import Target
 from eval.decode import Decoder
 from eval.earlier import key_of
 from eval.metrics import Acceptance
+from eval.plans import check_longest
 from eval.reader import read_acceptance
 from eval.replay import walk
 from eval.run import spread
@@ -49,6 +50,7 @@ def compare(recipe: Recipe, target: Target, source: Path, exported: Path) -> dic
     chosen = [prompts[i] for i in spread(prompts, section.check_prompts)]
     ids = [prompt_ids(target.tokenizer, p.messages, p.tools) for p in chosen]
     drafter = checkpoint.load(source, target)
+    check_longest(K, drafter, "eval.draft_length")
     outputs = Decoder(target, section.check_tokens).speculative(ids, drafter, K)
     ours = sum((o.acceptance for o in outputs), Acceptance(K))
     reading = read_acceptance(exported, target.model, ids, K, section.check_tokens, target.end_ids)

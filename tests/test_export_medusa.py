@@ -19,7 +19,7 @@ from drafters.export import medusa
 from drafters.export.layouts import LAYOUTS, Served
 from drafters.export.serving import Deployment, serving_files
 from drafters.export.write import check_folder, export_layout
-from eval import doctor, ship
+from eval import doctor, roi_measure, ship
 from eval.decode import Decoder
 from eval.reader import open_reader, read_acceptance
 from recipes.errors import ConfigError, RunError
@@ -396,6 +396,11 @@ def test_doctor_finds_training_loop_and_reader_in_agreement(base, capsys):
     assert call(doctor.COMMAND, base.recipe) == 1
     assert "drafter logits at step 1: loop and reader of medusa depart" in capsys.readouterr().err
     path.write_bytes(whole)
+    for command, flags in ((doctor.COMMAND, []), (ship.COMMAND, ["--check"])):
+        assert call(command, base.recipe, "--eval.draft_length", "4", *flags) == 2
+        assert "eval.draft_length = 4: this drafter of kind medusa proposes at most 3" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="roi.draft_lengths = 5: this drafter of kind medusa proposes at most 3"):
+        roi_measure.measure(load_recipe(base.recipe), print)
 
 
 def test_serving_files(tmp_path):
