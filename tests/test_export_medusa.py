@@ -108,7 +108,9 @@ def test_round_trip_is_bit_for_bit(tmp_path, layout, projection, full, layers, d
     ({"kind": "eagle3"}, "kind = 'eagle3', must be 'medusa'"),
     ({"shape": {"hidden_size": H}}, "shape.vocab_size = None"),
     ({"target": {"model": "x"}}, "target.fingerprint missing"),
-    ({"options": {"heads": K}}, "options.num_layers missing")])
+    ({"options": {"heads": K}}, "options.num_layers missing"),
+    ({"options": {"heads": "3", "num_layers": 10**9, "projection": "mine"}},
+     "options.heads = '3', .*options.num_layers = 1000000000, .*options.projection = 'mine'")])
 def test_a_checkpoint_without_form_is_named(change, message):
     for config in (medusa.vllm_config, medusa.original_config):
         with pytest.raises(ConfigError, match=message):
@@ -253,6 +255,17 @@ def test_strays_and_other_origins_are_refused(tmp_path):
     with pytest.raises(RunError, match="fingerprint differs"):
         export_layout("medusa", tmp_path / "checkpoint", tmp_path / "other", "float32",
                       replace(SERVED, fingerprint=PRINT | {"weights": "w2"}))
+
+
+@pytest.mark.parametrize("name, value, message", [
+    ("d2t", torch.zeros(2, 3).long(), r"d2t \[2, 3\]"), ("d2t", torch.zeros(D), "d2t torch.float32"),
+    ("t2d", None, "t2d missing"), ("t2d", torch.ones(2, 10).bool(), r"t2d \[2, 10\]")])
+def test_a_checkpoint_with_maps_of_another_form(tmp_path, name, value, message):
+    """Case 56: refused by name where a run starts from it, not indexed with."""
+    state = {**state_of(meta_of()), name: value}
+    found = {key: tensor for key, tensor in state.items() if tensor is not None}
+    with pytest.raises(ConfigError, match=message):
+        medusa.from_checkpoint(meta_of(), found, tmp_path)
 
 
 # --- folders of others ---

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafters import vocab
 from drafters.export.foreign import MOST_TOKENS, Imported
 from drafters.export.foreign_values import mapping, target_of
 from drafters.export.native import DTYPES, FORMAT
@@ -34,6 +35,11 @@ def check_meta(meta: dict[str, Any]) -> None:
               if not is_size(shape.get(key))]
     wrong += [f"target.{key} missing" for key in ("model", "fingerprint") if key not in target]
     wrong += [f"options.{key} missing" for key in STRUCTURE if key not in options]
+    wrong += [f"options.{key} = {options[key]!r}, must be a whole number from 1 to {most}"
+              for key, most in (("heads", MOST_HEADS), ("num_layers", MOST_BLOCKS))
+              if key in options and not (is_size(options[key]) and options[key] <= most)]
+    if options.get("projection", "own") not in ("own", "shared"):
+        wrong.append(f"options.projection = {options['projection']!r}, must be own or shared")
     if wrong:
         raise ConfigError(f"drafter.json: {'; '.join(wrong)}; export a checkpoint that the trainer wrote")
 
@@ -94,7 +100,9 @@ def draft_ids(state: dict[str, Tensor]) -> Tensor:
     """Target ids [D] of a checkpoint's rows. ConfigError where it has no map."""
     if "d2t" not in state:
         raise ConfigError("drafter.safetensors: d2t missing; train again")
-    return state["d2t"] + torch.arange(len(state["d2t"]))
+    if state["d2t"].dim() != 1:
+        raise ConfigError(f"drafter.safetensors: d2t {list(state['d2t'].shape)}: must be a list; restore the file")
+    return vocab.ids_of(state["d2t"])
 
 
 def vllm_tensors(state: dict[str, Tensor], meta: dict[str, Any], dtype: str, head: Tensor) -> dict[str, Tensor]:
@@ -230,8 +238,9 @@ def from_checkpoint(meta: dict[str, Any], tensors: dict[str, Tensor], folder: An
         check_meta(meta)
         shape, options, named = meta["shape"], meta["options"], dict(tensors)
         ids = draft_ids(named)
-        for name in ("d2t", "t2d"):
-            named.pop(name, None)
+        if "t2d" not in named:
+            raise ConfigError("drafter.safetensors: t2d missing; restore the file")
+        vocab.check(named.pop("d2t"), named.pop("t2d"))
         sizes = (options["heads"], options["num_layers"], shape["hidden_size"], shape["vocab_size"], len(ids))
         places = {key: key for key in SIZES}
         found = assemble("own", {"drafthouse": ours(meta)}, named, sizes, ids, None, places, [],
