@@ -24,10 +24,8 @@ LLAMA_8B = SMOLLM2 | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidd
                       "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
                       "tie_word_embeddings": False}
 # Seconds of `make demo` on the machine of docs/results.md, one run on 2026-11-30, in a slow hour: loading, conversion,
-# prompts and answers; training with its start; export; evaluation. Rows and tokens of its manifest, and the
-# settings in which the recipe differed then.
-MEASURED = {"trace": 276, "train": 237, "export": 63, "eval": 270}
-THEN = {"eval.speed_prompts": "8", "eval.batch_sizes": "[4]", "export.check_prompts": "3"}
+# prompts and answers; training with its start; export; evaluation. Rows and tokens of its manifest.
+MEASURED = {"trace": 277, "train": 259, "export": 24, "eval": 258}
 MANIFEST = {"format": "drafthouse.traces/1", "rows": 420, "tokens": 59943, "supervised_tokens": 24716,
             "user_turn_tokens": 21718}
 
@@ -56,8 +54,8 @@ def recipe(folder: Path, config: dict, **sections) -> Path:
 def demo(tmp_path: Path, monkeypatch) -> Recipe:
     """The demo's recipe on the CPU of the table, its target by its config."""
     monkeypatch.chdir(ROOT)
-    return load_recipe(DEMO, THEN | {"runs_dir": str(tmp_path), "plan.hardware": "cpu",
-                                     "target.model": target(tmp_path / "smollm2", SMOLLM2)})
+    return load_recipe(DEMO, {"runs_dir": str(tmp_path), "plan.hardware": "cpu",
+                              "target.model": target(tmp_path / "smollm2", SMOLLM2)})
 
 
 @pytest.mark.parametrize("traced", [False, True])
