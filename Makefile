@@ -26,7 +26,7 @@ export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo        fresh machine to report (12 to 15 minutes on two quiet CPU cores)"
+	@echo "make demo        fresh machine to report (about 15 minutes on two quiet CPU cores)"
 	@echo "make test        fresh machine to green test suite; also: test-slow, test-vllm, lint"
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
 	@echo "make plan        memory, disk, time and cost of each stage before anything is rented (docs/plan.md)"

@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,11 @@ class Target:
 
     def fingerprint(self) -> dict[str, str]:
         """What must agree between traces, drafter and serving: weights, config, dtype, tokenizer, template."""
+        return dict(self.identity)
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """The fingerprint, worked out once: it reads every weight file."""
         return fingerprint_of(self.path, self.config, self.tokenizer, self.section.dtype)
 
     def weights_digest(self) -> str:

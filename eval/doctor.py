@@ -26,8 +26,8 @@ from drafters.registry import entry
 from drafters.target import Target
 from eval.departures import Finding, alone, compare_all, precision
 from eval.engine_run import Job, job_for, offline, stoppable
+from eval.figures import spread
 from eval.plans import check_longest
-from eval.run import spread
 from eval.ship import exports_here
 from eval.witnesses import Evidence, engine, loop, second_reader, training
 from recipes.cli import Command, process, run_dir

@@ -1,7 +1,8 @@
-"""An independent reader of exported EAGLE-3 folders: plain torch, no cache, written from the format alone.
+"""An independent reader of exported EAGLE-3 folders: plain torch, no cache, from the format alone.
 
 It shares no code with training, decoding or export, so that an error there cannot hide in here too (case 12).
-Slow on purpose: every draft step recomputes the whole sequence. Source: formats.md sections 1, 7, eagle3.md.
+Slow on purpose: every draft step recomputes the drafter's whole sequence; the target's text comes from transformers'
+own cache. Source: formats.md sections 1, 7, eagle3.md.
 S tokens of one sequence, H draft hidden size, Ht target hidden size, V target vocabulary, D draft vocabulary,
 K draft length, nh heads, nkv key/value heads, hd head dimension, n taps.
 """
@@ -216,12 +217,17 @@ def open_reader(folder: Path, model: nn.Module) -> "ReadDrafter | ReadMedusa":
     return (ReadMedusa if medusa else ReadDrafter)(folder, model)
 
 
-def trim(tokens: list[int], end_ids: list[int], max_tokens: int) -> tuple[list[int], bool]:
-    """The answer up to its first end token (kept) or `max_tokens`, and whether it is finished."""
-    for i, token in enumerate(tokens[:max_tokens]):
-        if token in end_ids:
-            return tokens[:i + 1], True
-    return tokens[:max_tokens], len(tokens) >= max_tokens
+def continuation(model: nn.Module, prompt: list[int], max_tokens: int, end_ids: list[int], further: int) -> list[int]:
+    """The target's own greedy tokens behind `prompt`, one a pass, with transformers' own cache: the answer, which ends
+    with its first end token (kept) or at `max_tokens`, and `further` more."""
+    tokens, entering, cache, size = [], prompt, None, max_tokens
+    while len(tokens) < size + further:
+        out = model(torch.tensor([entering], device=model.device), cache=cache, use_cache=True)
+        entering, cache = [int(out.logits[0, -1].argmax())], out.cache
+        tokens += entering
+        if tokens[-1] in end_ids:
+            size = min(size, len(tokens))
+    return tokens
 
 
 @torch.inference_mode()
@@ -247,21 +253,22 @@ def read_acceptance(folder: Path, model: nn.Module, prompts: list[list[int]], dr
 
 def decode(drafter: ReadDrafter, model: nn.Module, prompt: list[int], max_tokens: int, end_ids: list[int],
            reading: Reading) -> list[int]:
-    """One answer; adds its drafts to `reading`."""
+    """One answer; adds its drafts to `reading`.
+
+    Greedy speculation gives the target's own text, and no state depends on a later token: so one pass over that text
+    holds the states of every cycle, and what the target would choose at each drafted place stands in it.
+    """
     K = len(reading.accepted_per_position)
-    greedy, taps = read_target(model, prompt, drafter.layers)
-    answer, finished = trim([greedy[-1]], end_ids, max_tokens)
-    while not finished:
-        known = prompt + answer  # the last one is the target's choice, its own state is not known yet
-        drafted = drafter.draft(taps, known, K)
-        greedy, taps = read_target(model, known + drafted, drafter.layers)
-        own = greedy[len(known) - 1:]  # K + 1: the target's choice at every drafted place, and one more
-        accepted = 0
-        while accepted < K and drafted[accepted] == own[accepted]:
+    text = continuation(model, prompt, max_tokens, end_ids, K)
+    _, taps = read_target(model, prompt + text, drafter.layers)
+    done, size = 1, len(text) - K
+    while done < size:
+        known = prompt + text[:done]  # the last one is the target's choice, whose own state is not known yet
+        drafted, accepted = drafter.draft([tap[: len(known) - 1] for tap in taps], known, K), 0
+        while accepted < K and drafted[accepted] == text[done + accepted]:
             accepted += 1
         reading.drafts += 1
         for i in range(accepted):
             reading.accepted_per_position[i] += 1
-        answer, finished = trim(answer + own[:accepted + 1], end_ids, max_tokens)
-        taps = [tap[:len(known) + accepted] for tap in taps]
-    return answer
+        done += accepted + 1
+    return text[:size]

@@ -26,11 +26,11 @@ from drafters.registry import entry, require_training
 from drafters.target import Target
 from eval.decode import Decoder
 from eval.earlier import key_of
+from eval.figures import spread
 from eval.metrics import Acceptance
 from eval.plans import check_longest
 from eval.reader import read_acceptance
 from eval.replay import walk
-from eval.run import spread
 from eval.witnesses import answer_of, row_prompt, walked
 from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError, RunError

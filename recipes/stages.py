@@ -239,17 +239,21 @@ class Judging:
 
 
 def export(shape: ModelShape, keep: Format, machine: Machine, load: Load, section: Judging) -> Stage:
-    """Files, and the check in which a reader without a cache decodes a few prompts."""
-    weights, size = weights_per_gpu(shape, keep), section.size
+    """Files, and the check: our loop on a few prompts, and an independent reader on these and on as many validation
+    rows. It decodes plainly, reads the whole text once, and drafts without a cache, over the whole text where the
+    drafter attends."""
+    weights, size, speed = weights_per_gpu(shape, keep), section.size, machine.eager
     written = section.formats * export_bytes(size.parameters, section.itemsize, size.draft_vocab, size.vocab)
     parts = {"start and loading": machine.start_s + weights * keep.gpus / machine.disk, "files": written / machine.disk}
-    length = load.judged_prompt + section.check_tokens
+    length = load.judged_prompt + section.check_tokens + section.K
     if section.check:
         passes = section.check_tokens / load.accepted
-        whole = pass_seconds(shape, Pass(1, load.judged_prompt + section.check_tokens / 2, heads=section.K + 1), keep,
-                             machine.eager)
-        ours = cycle_seconds(shape, keep, machine, section.check_prompts, length, section)
-        parts["check"] = section.formats * passes * (section.check_prompts * whole + ours)
+        read = length if size.every else 1
+        whole = section.K * draft.draft_seconds(size, read, 1, 1, keep.other_bits / 8, speed)
+        reading = (decode_seconds(shape, keep, speed, 1, load.judged_prompt, section.check_tokens + section.K, 1)
+                   + pass_seconds(shape, Pass(1, length, heads=length), keep, speed) + passes * whole)
+        ours = passes * cycle_seconds(shape, keep, machine, section.check_prompts, length, section)
+        parts["check"] = section.formats * (2 * section.check_prompts * reading + ours)
     memory = machine.base + weights + 4 * size.parameters + 4 * length * shape.vocab + activations(shape, length, keep)
     return stage(parts, memory, written)
 

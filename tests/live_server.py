@@ -10,8 +10,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Self
+
+from fake_server import OnLoopback
 
 K = 3
 SIZES = (3, 1, 2)
@@ -41,7 +43,7 @@ def no_fault(text: str, before: int) -> str:
     return ""
 
 
-class LiveServer:
+class LiveServer(OnLoopback):
     """Use in `with`. `script(text, times asked before)` names a fault: a status, "stall" (no end), "cut" (closed in the
     middle), "early" (a stream without an end), "error" (an event of it), "model" (another one answers), "usage" (none).
 
@@ -63,18 +65,8 @@ class LiveServer:
         self.on_end: Callable[[LiveServer], None] = lambda server: None
         self.on_page: Callable[[], None] = lambda: None
 
-    def __enter__(self) -> "LiveServer":
-        handler = type("Handler", (_Handler,), {"fake": self})
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.over.set()
-        self.http.shutdown()
-        self.http.server_close()
+    def __enter__(self) -> Self:
+        return self.begin(_Handler)
 
     def prompt_of(self, text: str) -> list[int]:
         """The ids of a request's prompt."""

@@ -78,7 +78,7 @@ def test_plain_and_speculative_steps_go_into_one_file(server):
     assert call(roi.COMMAND, recipe, "measure", "--draft_length", "4") == 0
     steps = read_steps(recipe.parent / "runs" / "w" / "roi" / "steps.json")
     assert [(p.rows, p.K, p.kept) for p in steps.points] == [(1, 0, 1), (3, 0, 1), (1, 4, 3), (3, 4, 3)]
-    assert all(15 <= p.ms and p.context == 52 for p in steps.points)  # pieces may come in late and catch up
+    assert all(p.ms > 0 and p.context == 52 for p in steps.points)  # what a step is: test_step_by_hand
     assert steps.engine == {"name": "vllm", "model": "m"} and steps.hardware == {"name": "h100-sxm"}
 
 

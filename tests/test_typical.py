@@ -12,8 +12,8 @@ from tiny_medusa import medusa_run
 
 from data.sampling import Sampling
 from drafters.tree import Draft, Topology
-from eval import run as eval_run
 from eval import live_report, roi_accepted, serve_check, ship
+from eval import run as eval_run
 from eval.decode import Decoder
 from eval.publish import gate
 from eval.verdict import decide
