@@ -19,7 +19,7 @@ from data.reader import open_manifest
 from drafters import checkpoint
 from drafters.export.check import read_config
 from drafters.export.engines import ENGINES
-from drafters.export.layouts import LAYOUTS
+from drafters.export.layouts import LAYOUTS, layouts_of
 from drafters.export.serving import Deployment, serving_files
 from drafters.export.write import CONFIG, EXPORTED, ORIGIN, check_folder
 from drafters.target import unloaded_fingerprint
@@ -45,7 +45,8 @@ class Options:
     """What `make publish` is told besides the recipe."""
 
     repo: str = opt("", "org/name on the Hub; make takes it as REPO=org/name")
-    format: Literal["native", "speculators"] = opt("native", "the export that is published")
+    format: Literal["", "native", "speculators", "medusa", "medusa-original"] = opt(
+        "", "the export that is published; empty is the first of export.formats")
     licence: str = opt("", "licence of the drafter; empty is the target's")
     base_model: str = opt("", "Hub model that a target in a local folder is, or was made from")
     target_licence: str = opt("", "licence of a target that does not state it, e.g. apache-2.0")
@@ -93,6 +94,19 @@ def unproven(proof: Path, stored: dict[str, Any], trained: bool) -> list[str]:
     return found
 
 
+def layout_of(recipe: Recipe, given: str) -> str:
+    """The layout that is published: the given one, or the first of export.formats. ConfigError, naming the field, for
+    one that is none, or none of the recipe's kind of drafter."""
+    if not given and not recipe.export.formats:
+        raise ConfigError("export.formats = []: there is no export to publish; name a layout there, or give --format")
+    layout, field = given or recipe.export.formats[0], "--format" if given else "export.formats[0]"
+    own = layouts_of(recipe.drafter.kind)
+    if layout not in own:
+        raise ConfigError(f"{field} = {layout}: layouts of a drafter of kind {recipe.drafter.kind}: "
+                          f"{', '.join(own) or 'none'}")
+    return layout
+
+
 class Publication:
     """One export of a run, and everything that has to agree before it leaves this machine."""
 
@@ -102,7 +116,8 @@ class Publication:
         check_endpoint(options.endpoint)
         self.recipe, self.options, self.switches = recipe, options, switches
         self.run = run_dir(recipe)
-        self.source = self.run / "export" / options.format
+        self.format = layout_of(recipe, options.format)
+        self.source = self.run / "export" / self.format
         self.terms = target_terms(recipe.target.model, options.base_model, options.target_licence, options.endpoint,
                                   token)
         self.start = start_terms(recipe.drafter, options.start_licence, options.endpoint, token)
@@ -133,17 +148,17 @@ class Publication:
             raise RunError("not published:\n" + "\n".join(f"  - {each}" for each in found))
 
     def check_export(self) -> list[str]:
-        proof = self.run / "export" / f"{self.options.format}-{CHECK}"
+        proof = self.run / "export" / f"{self.format}-{CHECK}"
         if not proven(proof, None, digests(self.source)):
-            return [f"{self.source}: not what `make export` checked last; run it again, with {self.options.format} in "
+            return [f"{self.source}: not what `make export` checked last; run it again, with {self.format} in "
                     "export.formats"]
         stored, found = json.loads(proof.read_text(encoding="utf-8")), []
         found += unproven(proof, stored, not self.recipe.drafter.path)
         for engine in self.recipe.export.engines:
-            if self.options.format in ENGINES[engine].layouts:
+            if self.format in ENGINES[engine].layouts:
                 found += stored["engines"][engine]
         try:
-            check_folder(self.source, self.options.format)
+            check_folder(self.source, self.format)
         except RunError as error:
             found.append(str(error))
         return found
@@ -185,7 +200,7 @@ class Publication:
         partial.mkdir(parents=True)
         try:
             self.fill(partial)
-            check_folder(partial, self.options.format)
+            check_folder(partial, self.format)
             check_words(partial, self.recipe, self.run)
             shutil.rmtree(out, ignore_errors=True)
             partial.rename(out)
@@ -194,7 +209,7 @@ class Publication:
         return out
 
     def fill(self, folder: Path) -> None:
-        layout = LAYOUTS[self.options.format]
+        layout = LAYOUTS[self.format]
         config, origin = read_config(self.source / CONFIG), read_config(self.source / ORIGIN)
         with replacing(folder / layout.weights) as f, open(self.source / layout.weights, "rb") as weights:
             shutil.copyfileobj(weights, f)
@@ -212,7 +227,7 @@ class Publication:
         write_json(folder / ORIGIN, origin | {
             "target_origin": self.terms.origin, "licence": self.licence, "stack": report["stack"],
             "report_sha256": sha256_json(report), "data": self.data})
-        deployment = Deployment(named, self.options.repo, self.options.format, layout.flat(config),
+        deployment = Deployment(named, self.options.repo, self.format, layout.flat(config),
                                 origin["target_layers"], self.report["settings"]["draft_length"])
         files = serving_files(deployment)
         for file, text in files.items():
@@ -227,7 +242,7 @@ class Publication:
             write_text(folder / PROMPTS, path.read_text(encoding="utf-8"))
         positions = layout.flat(config).get("max_position_embeddings", 0)
         facts = CardFacts(self.options.repo, self.licence, self.terms, self.data, notices(self.terms, self.data),
-                          self.options.format, shown, files["SERVE.md"], recipe, self.start,
+                          self.format, shown, files["SERVE.md"], recipe, self.start,
                           self.recipe.generation.answers == "keep", positions)
         write_text(folder / CARD, model_card(facts, report))
 

@@ -1,6 +1,7 @@
 """`make publish` of Medusa heads: what is written in either layout."""
 
 import json
+from typing import get_args, get_type_hints
 
 import pytest
 from fake_hub_uploads import TOKEN
@@ -36,3 +37,20 @@ def test_dry_run_writes_the_heads_under_their_layouts_names(base, monkeypatch, c
     assert config.get("base_model_name_or_path", "org/target") == "org/target"
     card = (staged(base) / "README.md").read_text()
     assert "Labelled for" not in card and "| position 3 |" in card
+
+
+def test_the_layout_is_the_recipes_unless_said(base, monkeypatch, capsys):
+    """Without --format the first of export.formats is published, whatever the kind; a layout of another kind, and none,
+    are refused by field; every layout can be named."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    flags = [*PUBLISH, "--dry-run"]
+    assert set(get_args(get_type_hints(publish.Options)["format"])) == {"", *LAYOUTS}
+    assert call(publish.COMMAND, base.recipe, *flags, "--export.formats", "[medusa-original, medusa]") == 0
+    assert [path.name for path in staged(base).glob("*.safetensors")] == ["medusa_lm_head.safetensors"]
+    assert json.loads((staged(base) / "provenance.json").read_text())["layout"] == "medusa-original"
+    capsys.readouterr()
+    for more, message in ((["--format", "native"], "--format = native: layouts of a drafter of kind medusa: medusa, "),
+                          (["--export.formats", "[speculators]"], "export.formats[0] = speculators: layouts of"),
+                          (["--export.formats", "[]"], "there is no export to publish")):
+        assert call(publish.COMMAND, base.recipe, *flags, *more) == 2
+        assert message in capsys.readouterr().err
