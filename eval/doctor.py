@@ -28,7 +28,7 @@ from eval.departures import Finding, alone, compare_all, precision
 from eval.engine_run import Job, job_for, offline, stoppable
 from eval.figures import spread
 from eval.plans import check_longest
-from eval.ship import exports_here
+from eval.ship import check_formats, exports_here, loaded_by_vllm
 from eval.witnesses import Evidence, engine, loop, second_reader, training
 from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError, RunError
@@ -50,6 +50,8 @@ class Options:
 
 def examine(recipe: Recipe, options: Options, folder: Path) -> list[Evidence]:
     """Every witness that this run has."""
+    check_formats(recipe)
+    engines = loaded_by_vllm(recipe.export.formats) if options.python else []
     evidence, job, exports = examine_here(recipe, options, folder)
     gc.collect()  # the target, whose hooks refer to it: an engine needs the memory
     if torch.cuda.is_available():
@@ -57,8 +59,8 @@ def examine(recipe: Recipe, options: Options, folder: Path) -> list[Evidence]:
     place, threads = folder / "doctor", recipe.target.threads or 2
     place.mkdir(exist_ok=True)
     names = list(next(one for one in evidence if one.name == "loop").counted["prompts"])
-    for layout, out in exports.items() if options.python else ():
-        served = replace(job, drafter=str(out.resolve()), method=method_of(layout))
+    for layout in (one for one in engines if one in exports):
+        served = replace(job, drafter=str(exports[layout].resolve()), method=method_of(layout))
         answers = offline(options.python, served, threads, place / f"{layout}.log")
         evidence.append(engine(answers, f"vLLM with {layout}", names))
     if len(evidence) == 1:

@@ -1,7 +1,7 @@
 """`make serve-check`: a real vLLM serves the exported drafter, and its acceptance is the report's.
 
-Run as `python -m eval.serve_check --config RECIPE`. Every layout of export.formats is served in a process and over
-HTTP, on the prompts of eval/report.json. Writes runs/<name>/serve/report.json (docs/serve-check.md).
+Run as `python -m eval.serve_check --config RECIPE`. Every layout of export.formats that vLLM loads is served in a
+process and over HTTP, on the prompts of eval/report.json. Writes runs/<name>/serve/report.json (docs/serve-check.md).
 """
 
 import gc
@@ -15,13 +15,12 @@ from data.chat import prompt_ids
 from data.prompts import evaluation_prompts
 from drafters.export.check import read_config
 from drafters.export.engines import method_of
-from drafters.export.layouts import LAYOUTS
 from drafters.export.write import ORIGIN
 from drafters.placement import on_the_cpu
 from drafters.target import Target
 from eval.engine_run import Answers, Job, job_for, offline, over_http, stoppable
 from eval.plans import in_words
-from eval.ship import CHECK, digests, evaluated_as, proven
+from eval.ship import CHECK, check_formats, digests, evaluated_as, loaded_by_vllm, proven
 from recipes.cli import Command, process, run_dir
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, sha256_json, write_json
@@ -95,11 +94,11 @@ def asked(recipe: Recipe, folder: Path, target: Target) -> tuple[list[str], list
 
 
 def exports(recipe: Recipe, folder: Path) -> dict[str, Path]:
-    """The proven exports of the recipe's formats. ConfigError where one is missing or changed."""
+    """The proven exports of the recipe's formats, those that vLLM does not load left out. ConfigError where one is
+    missing or changed, and where vLLM loads none."""
+    check_formats(recipe)
     found = {}
-    for layout in recipe.export.formats:
-        if layout not in LAYOUTS:
-            raise ConfigError(f"export.formats: {layout!r}: known layouts: {', '.join(LAYOUTS)}")
+    for layout in loaded_by_vllm(recipe.export.formats):
         out = folder / "export" / layout
         if not proven(folder / "export" / f"{layout}-{CHECK}", None, digests(out)):
             raise ConfigError(f"{out}: not what `make export` checked last; run it first")

@@ -193,14 +193,31 @@ def evaluated_as(origin: dict[str, Any], report: dict[str, Any], recipe: Recipe,
     return report["settings"].get("key") == key_of(digest, recipe.eval, sets, fingerprint)
 
 
+def check_formats(recipe: Recipe) -> None:
+    """ConfigError, with its value, where export.formats names what is no layout, or none of the recipe's kind."""
+    formats, kind = recipe.export.formats, recipe.drafter.kind
+    if set(formats) - LAYOUTS.keys():
+        raise ConfigError(f"export.formats = {formats}: known layouts: {', '.join(LAYOUTS)}")
+    own = layouts_of(kind)
+    if entry(kind).trained and set(formats) - set(own):
+        raise ConfigError(f"export.formats = {formats}: a drafter of kind {kind} has the layouts {', '.join(own)}")
+
+
+def loaded_by_vllm(formats: list[str]) -> list[str]:
+    """Those of these layouts that vLLM loads; the others are named in a line. ConfigError where none is left."""
+    loads = ENGINES["vllm"].layouts
+    left, others = ([one for one in formats if (one in loads) == loaded] for loaded in (True, False))
+    if not left:
+        raise ConfigError(f"export.formats = {formats}: vLLM loads none of these; it loads {', '.join(loads)}")
+    if others:
+        print(f"vLLM does not load {', '.join(others)}: left out")
+    return left
+
+
 def main(recipe: Recipe, switches: set[str]) -> None:
-    unknown = [layout for layout in recipe.export.formats if layout not in LAYOUTS]
-    if unknown or not recipe.export.formats:
-        raise ConfigError(f"export.formats = {recipe.export.formats}: known layouts: {', '.join(LAYOUTS)}")
-    own = layouts_of(recipe.drafter.kind)
-    if entry(recipe.drafter.kind).trained and set(recipe.export.formats) - set(own):
-        raise ConfigError(f"export.formats = {recipe.export.formats}: a drafter of kind {recipe.drafter.kind} has the "
-                          f"layouts {', '.join(own)}")
+    check_formats(recipe)
+    if not recipe.export.formats:
+        raise ConfigError(f"export.formats = []: known layouts: {', '.join(LAYOUTS)}")
     folder = run_dir(recipe)
     read = entry(recipe.drafter.kind)
     target = Target(on_one_process(recipe.target), read.shown(recipe.trace.layers))

@@ -246,3 +246,8 @@ def test_a_drafter_from_elsewhere(base, capsys):
     assert "no second witness at: token ids, layer states, drafter logits" in out
     assert "loop, reader of native agree at every stage that two of them know" in out
     assert call(doctor.COMMAND, base.recipe, "--python", "/nowhere/python") == 2
+    capsys.readouterr()
+    for formats, message in (("[native, foo]", "export.formats = ['native', 'foo']: known layouts: native, "),
+                             ("[medusa]", "export.formats = ['medusa']: a drafter of kind eagle3 has the layouts")):
+        assert call(doctor.COMMAND, base.recipe, "--export.formats", formats) == 2
+        assert message in capsys.readouterr().err

@@ -1,6 +1,8 @@
-"""`make publish` of Medusa heads: what is written in either layout."""
+"""Medusa heads in both layouts: what `make publish` writes, and which of them a real engine is asked to serve."""
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -10,8 +12,9 @@ from tiny import call
 from tiny_medusa import FORMATS, medusa_run
 
 from drafters.export.layouts import LAYOUTS
-from eval import publish, ship
+from eval import doctor, publish, serve_check, ship
 from eval import run as eval_run
+from recipes.errors import RunError
 from recipes.files import sha256_file
 
 
@@ -54,3 +57,26 @@ def test_the_layout_is_the_recipes_unless_said(base, monkeypatch, capsys):
                           (["--export.formats", "[]"], "there is no export to publish")):
         assert call(publish.COMMAND, base.recipe, *flags, *more) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [doctor, serve_check])
+def test_what_vllm_does_not_load_is_not_served(base, module, monkeypatch, capsys):
+    """Doctor and serve-check leave medusa-original out, in a line that says so; alone it is refused before an engine
+    starts (case 47)."""
+    asked = []
+
+    def engine(python, job, threads, log):
+        asked.append((job.drafter and job.drafter.rpartition("/")[2], job.method))
+        if job.drafter:
+            raise RunError("far enough")
+        return SimpleNamespace(tokens=[], engine={})
+
+    monkeypatch.setattr(module, "offline", engine)
+    flags = ["--python", sys.executable, "--export.formats"]
+    assert call(module.COMMAND, base.recipe, *flags, "[medusa-original, medusa]") == 1
+    out, err = capsys.readouterr()
+    assert "far enough" in err and "vLLM does not load medusa-original: left out" in out
+    assert [one for one in asked if one[0]] == [("medusa", "medusa")]
+    asked.clear()
+    assert call(module.COMMAND, base.recipe, *flags, "[medusa-original]") == 2 and not asked
+    assert "export.formats = ['medusa-original']: vLLM loads none of these" in capsys.readouterr().err
