@@ -12,7 +12,7 @@ from typing import Any
 
 from drafters import checkpoint, vocab
 from drafters.export.foreign import Imported
-from drafters.initial import check_fit, drafter_of, resolve, taps_of
+from drafters.initial import check_fit, drafter_of, resolve, same_kind, taps_of
 from drafters.registry import entry, options_of
 from drafters.source import find, read
 from drafters.target import Target
@@ -57,16 +57,18 @@ def chosen(section: Section, run: Path, target: Target) -> Path:
     """The checkpoint that `drafter.path` names, or the best of the run's own where it is empty.
 
     A folder or Hub id in a layout of engines is converted once, under run/imported, and the target tapped at its
-    layers. Raises ConfigError naming file, key and value where it does not fit the target, or was made for another.
+    layers. Raises ConfigError naming file, key and value where it is of another kind than drafter.kind, does not fit
+    the target, or was made for another.
     """
-    if not section.path or (Path(section.path) / checkpoint.META).is_file():
-        return checkpoint.chosen(section.path, run)
-    folder = find(section.path, FIELD)
+    own = not section.path or (Path(section.path) / checkpoint.META).is_file()
+    folder = checkpoint.chosen(section.path, run) if own else find(section.path, FIELD)
     if (folder / checkpoint.META).is_file():
+        same_kind(checkpoint.read_meta(folder)["kind"], section, folder)
+        return folder
+    if own:
         return folder
     found, digest = read(folder, FIELD)
-    if found.kind != section.kind:
-        raise ConfigError(f"{folder}: a drafter of kind {found.kind}, but drafter.kind = {section.kind}")
+    same_kind(found.kind, section, folder)
     target.tap(entry(found.kind).shown(taps_of(found, target, str(folder))))
     layers = check_fit(found, target, str(folder))
     fingerprint = target.fingerprint()

@@ -386,6 +386,17 @@ def test_heads_of_another_target_are_refused(base, tmp_path):
             imported.open_drafter(section, base.target, tmp_path)
 
 
+def test_a_checkpoint_of_another_kind_is_refused_by_its_kind(base, tmp_path, capsys):
+    """Named by `drafter.path`, or as the run's own best: before layers and tensors, which differ too."""
+    section = replace(load_recipe(base.recipe).drafter, kind="eagle3", options={})
+    for path in (str(base.checkpoint), str(base.run), ""):
+        with pytest.raises(ConfigError, match="step-000001: a drafter of kind medusa, but drafter.kind = eagle3"):
+            imported.open_drafter(replace(section, path=path), base.target, base.run)
+    flags = ["--drafter.kind", "eagle3", "--drafter.options", "{}", "--drafter.path", str(base.checkpoint)]
+    assert call(ship.COMMAND, base.recipe, *flags, "--export.formats", "[native]") == 2
+    assert "a drafter of kind medusa, but drafter.kind = eagle3" in capsys.readouterr().err
+
+
 def test_other_layouts_are_refused_by_name(base, capsys):
     assert call(ship.COMMAND, base.recipe, "--export.formats", "[native]") == 2
     assert "a drafter of kind medusa has the layouts medusa, medusa-original" in capsys.readouterr().err
