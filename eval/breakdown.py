@@ -90,9 +90,9 @@ def watched(target: Target, drafter: Drafter, clock: Clock) -> tuple[Stand, Stan
 
 
 def cycle(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan | int, max_tokens: int,
-          ) -> dict[str, Any]:
+          **how: Any) -> dict[str, Any]:
     """Mean milliseconds of a cycle and of each part, over all cycles of PROMPTS of these prompts, evenly spaced; the
-    first one is run once before.
+    first one is run once before. how: what the Decoder is told of sampling and acceptance (eval.plans.rule_of).
 
     Prefill is not counted. `other_ms` is what no part explains: the loop's own Python.
     """
@@ -107,7 +107,7 @@ def cycle(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan
             self.began = clock.now()
             return rows
 
-    decoder = Watched(seen, max_tokens)
+    decoder = Watched(seen, max_tokens, **how)
     parts = dict.fromkeys(PARTS, 0.0)
     with timed_verdicts(clock):
         for warm, prompt in [(True, prompts[0]), *((False, prompts[i]) for i in spread(prompts, PROMPTS))]:

@@ -216,7 +216,7 @@ class Evaluation:
                  "speedup": ratio, "ci95": ci95, "prompts": len(rows), "by_batch": [single, *batches], **steps,
                  "step_repeats": timing.REPEATS,
                  "predicted_speedup": timing.predict(per_pass(fast.outputs), steps, plan.depth),
-                 "cycle": breakdown.cycle(self.target, self.drafter, rows, plan, section.speed_tokens),
+                 "cycle": breakdown.cycle(self.target, self.drafter, rows, plan, section.speed_tokens, **self.how),
                  "engines": {timing.PLAIN: plain.tok_s, timing.TRANSFORMERS: reference.tok_s}}
         latency = {name: {"baseline": plain.latency(name), "speculative": fast.latency(name)}
                    for name in ("ttft_ms", "itl_ms", "burst_ms")}

@@ -12,7 +12,7 @@ from tiny_medusa import medusa_run
 
 from data.sampling import Sampling
 from drafters.tree import Draft, Topology
-from eval import live_report, roi_accepted, serve_check, ship
+from eval import breakdown, live_report, roi_accepted, serve_check, ship
 from eval import run as eval_run
 from eval.decode import Decoder
 from eval.publish import gate
@@ -90,11 +90,22 @@ def test_more_is_accepted_than_exactly(base):
         assert generous < exact < strict
 
 
-def test_the_report_says_that_it_is_lossy(base, capsys):
+def test_the_parts_of_a_cycle_are_timed_by_the_rule(base):
+    """A rule that accepts everything needs fewer cycles for the same answers than one that accepts nothing."""
+    prompts = [[5, 9, 20]] * 4
+    cycles = [breakdown.cycle(base.target, base.drafter, prompts, 3, 13, sampling=Sampling(4.0), typical=rule)["cycles"]
+              for rule in (Typical(0.0, 0.0), Typical(1.0, 9.0))]
+    assert cycles[0] < cycles[1] == 4 * 12
+
+
+def test_the_report_says_that_it_is_lossy(base, capsys, monkeypatch):
     """The verdict is no, by its name; the lossless proof is of exact acceptance; neither publishing nor the serving
     check takes such a report."""
     flags = ["--eval.acceptance", "typical", "--eval.typical.temperature", "2.0", "--eval.batch_sizes", "[2]"]
+    cycle, told = breakdown.cycle, []
+    monkeypatch.setattr(breakdown, "cycle", lambda *args, **how: told.append(how) or cycle(*args, **how))
     assert call(eval_run.COMMAND, base.recipe, *flags) == 0
+    assert told == [{"sampling": Sampling(2.0), "typical": Typical(0.09, 0.3)}]
     assert capsys.readouterr().out.startswith("LOSSY")
     folder = base.run / "eval"
     report = json.loads((folder / "report.json").read_text())
