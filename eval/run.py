@@ -242,6 +242,7 @@ class Evaluation:
             "settings": {"draft_length": self.plan.depth, "plan": described(self.plan), "plan_reason": self.reason,
                          "temperature": section.typical.temperature if self.how else 0.0,
                          "acceptance": section.acceptance, "lossy": bool(self.how),
+                         **({"typical": asdict(self.how["typical"])} if self.how else {}),
                          "max_tokens": section.max_tokens, "batch_size": section.batch_size,
                          "prompts": ", ".join(s.name for s in self.sets) if section.sets else section.prompts,
                          "prompts_sha256": sets_sha256(self.sets), "prompt_ids_sha256": sha256_json(self.ids),

@@ -105,6 +105,8 @@ def test_references_must_fit(tmp_path):
     more = [first, first | {"id": "chat-02", "ids_sha256": "cd" * 8}]
     for change, message in (({"stack.dtype": "bfloat16"}, "stack.dtype was 'bfloat16', now 'float32'"),
                             ({"settings.max_tokens": 9}, "max_tokens was 9, now 64"),
+                            ({"settings.acceptance": "typical"}, "acceptance was 'typical', now 'exact'"),
+                            ({"settings.typical": {"epsilon": 0.1, "delta": 0.3}}, "typical was {'epsilon': 0.1, "),
                             ({"prompts": more},
                              "2 questions were asked, now 1, 1 of them the same (not builtin chat-02)"),
                             ({"prompts": [first | {"ids_sha256": "ee" * 8}]},
@@ -116,6 +118,26 @@ def test_references_must_fit(tmp_path):
         assert states(tmp_path, bounds, reference=reference, across=True) == [HELD]
     later = {"prompts": [first, first | {"round": 1, "ids_sha256": "cd" * 8}], "settings.prompts_sha256": "x"}
     assert states(tmp_path, bounds, reference=write_report(tmp_path, "before.json", later)) == [HELD]
+
+
+def test_a_lossy_report_breaks_every_gate(tmp_path, capsys):
+    """Figures of another rule than the target's own are no figures of the drafter: exit code 1 though every bound of
+    the file is held; two lossy reports by other thresholds do not fit each other."""
+    gate = write(tmp_path, bounds=[{"metric": LENGTH, "min": 1.0}])
+    sound = {"total.lossless.greedy.near_ties": 0}
+    rule = sound | {"settings.acceptance": "typical", "settings.lossy": True,
+                    "settings.typical": {"epsilon": 0.1, "delta": 0.3}}
+    lossy = write_report(tmp_path, "lossy.json", rule)
+    recipe = write_recipe(tmp_path / "r.yaml", tmp_path / "model")
+    assert call(COMMAND, recipe, "--gate", gate, "--report", lossy) == 1
+    out, err = capsys.readouterr()
+    assert "is broken: settings.lossy = 1 (max 0: typical acceptance" in err and "held" in out
+    exact = write_report(tmp_path, "exact.json", sound | {"settings.acceptance": "exact", "settings.lossy": False})
+    assert call(COMMAND, recipe, "--gate", gate, "--report", exact) == 0
+    other = write_report(tmp_path, "other.json", rule | {"settings.typical": {"epsilon": 0.2, "delta": 0.3}})
+    capsys.readouterr()
+    assert call(COMMAND, recipe, "--gate", gate, "--report", lossy, "--reference", other) == 2
+    assert "typical.epsilon was 0.2, now 0.1" in capsys.readouterr().err
 
 
 def test_unknown_metric_names_the_nearest():

@@ -112,6 +112,9 @@ def test_the_report_says_that_it_is_lossy(base, capsys, monkeypatch):
     assert violations(report, SCHEMA) == []
     assert report["settings"]["lossy"] is True and report["settings"]["acceptance"] == "typical"
     assert report["settings"]["temperature"] == 2.0
+    assert report["settings"]["typical"] == {"epsilon": 0.09, "delta": 0.3}
+    for wrong in ({"acceptance": "typicall"}, {"lossy": "no"}, {"typical": {"epsilon": 2.0, "delta": 0.3}}):
+        assert len(violations(report | {"settings": report["settings"] | wrong}, SCHEMA)) == 1
     assert report["verdict"]["decision"] == "do not deploy" and "LOSSY" in report["verdict"]["reasons"][0]
     assert report["total"]["lossless"]["greedy"]["mismatches"] == 0
     assert "LOSSY: typical acceptance" in (folder / "report.html").read_text()
