@@ -25,6 +25,7 @@ from recipes.schema import Recipe, opt
 SCHEMA = "drafthouse.compare/1"
 NO_FIGURES = ("key", "prompt_ids_sha256")  # settings that follow from others
 ACROSS = "across"
+LOSSY, WHY = "LOSSY", "typical acceptance: its answers are not the target's own"
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Options:
 
 @dataclass
 class Run:
-    """One report, its label (letter and name) and what differs from the first one."""
+    """One report, its label (letter and name; LOSSY between them where it is) and what differs from the first one."""
 
     label: str
     path: Path
@@ -47,6 +48,7 @@ class Run:
         return {"label": self.label, "report": str(self.path), "sha256": sha256_file(self.path),
                 "drafter": drafter["kind"], "checkpoint": drafter["checkpoint"], "parameters": drafter["parameters"],
                 "target": self.report["target"]["model"], "time": stack["time"], "git": stack["git"],
+                "lossy": lossy(self.report),
                 "verdict": self.report["verdict"]["decision"], "differs": self.differs,
                 "mean_length": total["acceptance"]["mean_length"], "ci95": total["acceptance"]["ci95"],
                 "tokens_per_target_pass": total["tokens_per_target_pass"],
@@ -69,7 +71,8 @@ def read_runs(paths: list[str], allowed: bool) -> list[Run]:
     for number, name in enumerate(paths):
         path = Path(name) / "report.json" if Path(name).is_dir() else Path(name)
         report = read_report(path)
-        runs.append(Run(f"{letter(number)} {report['name']}", path, report))
+        mark = f"{LOSSY} " if lossy(report) else ""  # in front: plots cut long labels at their end
+        runs.append(Run(f"{letter(number)} {mark}{report['name']}", path, report))
     for run in runs[1:]:
         first = runs[0]
         run.differs = check_origins(first.report, run.report, (str(first.path), str(run.path)), f"give --{ACROSS}",
@@ -81,6 +84,11 @@ def read_runs(paths: list[str], allowed: bool) -> list[Run]:
         run.differs += differences(*({k: v for k, v in r.report["settings"].items() if k not in NO_FIGURES}
                                      for r in (first, run)))
     return runs
+
+
+def lossy(report: dict[str, Any]) -> bool:
+    """Whether the report is of a rule that changes the answers."""
+    return bool(report["settings"].get("lossy"))
 
 
 def letter(number: int) -> str:
@@ -136,6 +144,9 @@ def as_markdown(result: dict[str, Any]) -> str:
     lines = [f"**Comparison with {escaped(result['runs'][0]['label'])}**", "", f"| {' | '.join(HEADINGS)} |",
              f"|{'---|' * len(HEADINGS)}"]
     lines += [f"| {' | '.join(map(escaped, row))} |" for row in rows(result)]
+    for run in result["runs"]:
+        if run["lossy"]:
+            lines += ["", f"{escaped(run['label'])}: {WHY}"]
     for run in result["runs"][1:]:
         if run["differs"]:
             lines += ["", f"{escaped(run['label'])} differs: {escaped('; '.join(run['differs']))}"]
@@ -151,11 +162,14 @@ def main(recipe: Recipe, switches: set[str], options: Options, words: list[str])
     write_json(folder / "compare.json", result)
     write_text(folder / "compare.md", as_markdown(result))
     write_text(folder / "compare.html", page("compare.html.j2", result=result, plots=draw_comparison(result["runs"]),
-                                             rows=rows(result), headings=HEADINGS))
+                                             rows=rows(result), headings=HEADINGS, why_lossy=WHY))
     table = Table(*HEADINGS)
     for row in rows(result):
         table.add_row(*row)
     Console(width=150).print(table, markup=False)
+    for run in runs:
+        if lossy(run.report):
+            print(f"{run.label}: {WHY}")
     for run in runs[1:]:
         for difference in run.differs:
             print(f"{run.label}: {difference}")

@@ -168,6 +168,25 @@ def test_the_command(tmp_path, capsys):
     assert "\\<script\\>\\|x" in markdown and markdown.count("\n|") == 2 + 2 * len(METRICS)
 
 
+def test_a_lossy_report_is_marked_wherever_it_shows(tmp_path, capsys):
+    """Label, so table, plots and page; summary; Markdown and terminal say why. The mark stands in front of a name that
+    plots cut."""
+    lossy = sample_report()["settings"] | {"acceptance": "typical", "lossy": True}
+    long = "a-name-that-no-plot-has-room-for"
+    paths = [written(tmp_path, "base"), written(tmp_path, long, prompts=prompts(1.6, seed=3), settings=lossy)]
+    with pytest.raises(SystemExit) as stop:
+        run_command(COMMAND, [*paths, "--out", str(tmp_path / "out"), "--runs_dir", str(tmp_path)])
+    out, label = capsys.readouterr().out, f"B LOSSY {long}"
+    assert stop.value.code == 0 and f"{label}: typical acceptance" in out
+    result = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [(run["label"], run["lossy"]) for run in result["runs"]] == [("A base", False), (label, True)]
+    assert {one["run"] for metric in result["metrics"] for one in metric["against_first"]} == {label}
+    assert f"{label}: typical acceptance" in (tmp_path / "out" / "compare.md").read_text()
+    page = Page((tmp_path / "out" / "compare.html").read_text())
+    assert f"{label} : typical acceptance" in page.text and "lossy true" in page.text
+    assert f"{label} 2." in draw_comparison(result["runs"])["length"]  # the plot's own words
+
+
 def test_the_same_reports_give_the_same_comparison(tmp_path):
     paths = [written(tmp_path, "one"), written(tmp_path, "two", prompts=prompts(1.3))]
     one, two = (compared(read_runs(paths, False), seed=1) for _ in range(2))
