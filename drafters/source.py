@@ -1,7 +1,7 @@
 """Where a drafter that a run starts from lies: a folder, a run, or a Hub repository, read into memory and recognised.
 
-Weights are safetensors, one file or several with an index; pytorch_model.bin is read with `weights_only`, which
-executes nothing that the file holds.
+Weights are safetensors, one file or several with an index; pytorch_model.bin and the Medusa repository's
+medusa_lm_head.pt are read with `weights_only`, which executes nothing that the file holds.
 """
 
 import pickle
@@ -38,7 +38,7 @@ LAYOUTS: tuple[tuple[Callable[[dict[str, Any]], bool], Callable[..., Imported]],
     (lambda config: "medusa_num_heads" in config, medusa.from_original))
 OWN = {"medusa": medusa.from_checkpoint}  # checkpoints of this project that `own` does not read
 # Stems of the files that hold the weights, in the order in which they are looked for.
-STEMS: tuple[tuple[str, str], ...] = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+STEMS: tuple[tuple[str, str], ...] = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("medusa_lm_head", ".pt"))
 
 
 def find(init_from: str, field: str = FIELD) -> Path:
@@ -56,7 +56,8 @@ def find(init_from: str, field: str = FIELD) -> Path:
     try:
         found = Path(snapshot_download(init_from, allow_patterns=["*.json", "*.safetensors"]))
         if field == FIELD and not list(found.glob("*.safetensors")):
-            found = Path(snapshot_download(init_from, allow_patterns=["*.json", "pytorch_model*.bin"]))
+            found = Path(snapshot_download(init_from, allow_patterns=["*.json", "pytorch_model*.bin",
+                                                                       "medusa_lm_head.pt"]))
     except (OSError, HFValidationError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{field} = {init_from}: no such folder here, and not to be had from the Hub: {first}"
@@ -138,7 +139,7 @@ def weight_files(folder: Path, stems: tuple[tuple[str, str], ...] = STEMS) -> li
             return [index, *(folder / name for name in names)]
         if single.is_file():
             return [single]
-        others = sorted(path for path in folder.glob(f"*{end}"))
+        others = sorted(folder.glob(f"*{end}")) if end != ".pt" else []  # a .pt of another name may be anything
         if len(others) == 1:
             return others
         if others:
@@ -184,4 +185,5 @@ def read_bin(path: Path) -> dict[str, Tensor]:
     return found
 
 
-READERS: dict[str, Callable[[Path], dict[str, Tensor]]] = {".safetensors": read_safetensors, ".bin": read_bin}
+READERS: dict[str, Callable[[Path], dict[str, Tensor]]] = {".safetensors": read_safetensors, ".bin": read_bin,
+                                                           ".pt": read_bin}

@@ -156,10 +156,10 @@ class Trace:
 class Drafter:
     kind: str = opt("eagle3", "a name from drafters/registry.py")
     options: dict[str, Any] = opt({}, "the drafter's own options, validated by its dataclass")
-    path: str = opt("", "evaluate or export this drafter: a checkpoint or run folder, or a folder or Hub id in the "
-                        "native or speculators layout; empty is the best of the run (docs/export.md)")
-    init_from: str = opt("", "train: start from this drafter: a folder or Hub id in the native or speculators layout, "
-                             "a checkpoint folder, or a run's folder, whose best it is; empty starts a fresh one "
+    path: str = opt("", "evaluate or export this drafter: a checkpoint or run folder, or a folder or Hub id in a "
+                        "layout of docs/export.md; empty is the best of the run")
+    init_from: str = opt("", "train: start from this drafter: a folder or Hub id in a layout of docs/export.md, a "
+                             "checkpoint folder, or a run's folder, whose best it is; empty starts a fresh one "
                              "(docs/training.md)")
     vocabulary: Literal["keep", "rebuild"] = opt(
         "keep", "with init_from: keep that drafter's draft vocabulary, or rebuild it from the new traces; the head's "

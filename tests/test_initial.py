@@ -306,7 +306,7 @@ def test_weights_in_several_files(base, tmp_path):
     with pytest.raises(ConfigError, match="other.safetensors: cannot be read"):
         start(base, folder)
     (folder / "other.safetensors").unlink()
-    with pytest.raises(ConfigError, match="no model.safetensors or pytorch_model.bin here"):
+    with pytest.raises(ConfigError, match="no model.safetensors or pytorch_model.bin or medusa_lm_head.pt here"):
         start(base, folder)
 
 

@@ -13,7 +13,7 @@ from tiny_medusa import FORMATS, OPTIONS, medusa_run
 from tiny_trainer import moments, same, trained_parameters, trainer_base, trainers, weights
 
 from data.capture import Conversation
-from drafters import checkpoint
+from drafters import checkpoint, source
 from drafters.registry import FINAL, entry
 from eval import run as eval_run
 from eval import ship
@@ -148,6 +148,38 @@ def test_a_run_starts_from_heads_that_exist(trained, source, tmp_path, capsys):
     kept = [(old.index(i), new.index(i)) for i in old if i in new]
     assert rebuilt["lm_heads.1.weight"].shape == (40, 64) and len(kept) > 20
     assert all(torch.equal(best["lm_heads.1.weight"][a], rebuilt["lm_heads.1.weight"][b]) for a, b in kept)
+
+
+def test_a_run_starts_from_heads_as_the_medusa_repository_publishes_them(trained, tmp_path, capsys):
+    """A config.json of three keys, which says another number of heads than the file holds, and medusa_lm_head.pt, read
+    as plain tensors; for `drafter.path`, which reads safetensors alone, it is none."""
+    assert call(ship.COMMAND, trained.recipe, *FORMATS) == 0
+    tensors = load_file(trained.run / "export" / "medusa-original" / "medusa_lm_head.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": "x", "medusa_num_heads": 2,
+                                                      "medusa_num_layers": 1}))
+    torch.save(tensors, tmp_path / "optimizer.pt")  # another .pt is not taken for it
+    run = trained.run.parent / "published"
+    shutil.copytree(trained.run / "traces", run / "traces")
+    flags = ["--name", run.name, "--drafter.init_from", str(tmp_path), "--train.epochs", "0.5"]
+    assert call(train_run.COMMAND, trained.recipe, *flags) == 2
+    assert "medusa_lm_head.pt here" in capsys.readouterr().err
+    torch.save(tensors, tmp_path / "medusa_lm_head.pt")
+    assert call(train_run.COMMAND, trained.recipe, *flags) == 0, capsys.readouterr().err
+    assert "medusa_num_heads = 2, but the file holds 3 heads" in capsys.readouterr().out
+    begun = load_file(run / "checkpoints" / "step-000000" / checkpoint.WEIGHTS)
+    best = load_file(checkpoint.best(trained.run / "checkpoints") / checkpoint.WEIGHTS)
+    assert all(torch.equal(begun[name], t) for name, t in best.items())
+    assert call(ship.COMMAND, trained.recipe, "--drafter.path", str(tmp_path)) == 2
+    assert "no model.safetensors here" in capsys.readouterr().err
+
+
+def test_the_hub_is_asked_for_published_heads(tmp_path, monkeypatch):
+    """Where a repository has no safetensors, the files of both spellings are fetched, and nothing else."""
+    asked = []
+    monkeypatch.setattr(source, "snapshot_download",
+                        lambda name, allow_patterns: asked.append(allow_patterns) or str(tmp_path))
+    assert source.find("org/heads") == tmp_path
+    assert asked[0] == ["*.json", "*.safetensors"] and "medusa_lm_head.pt" in asked[1] and len(asked) == 2
 
 
 def test_other_heads_than_the_recipe_says_are_refused(trained, capsys):
