@@ -4,6 +4,10 @@ The layouts are written out here by hand (formats.md section 3), not taken from 
 """
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,7 +18,7 @@ from test_ship import start
 from tiny import call
 from tiny_medusa import FORMATS, medusa_run
 
-from drafters import checkpoint, imported, vocab
+from drafters import checkpoint, imported, source, vocab
 from drafters.export import medusa
 from drafters.export.layouts import LAYOUTS, Served
 from drafters.export.serving import Deployment, serving_files
@@ -119,7 +123,7 @@ def test_a_checkpoint_without_form_is_named(change, message):
 
 def test_what_a_layout_has_no_place_for_is_refused(tmp_path):
     """The original layout has no draft vocabulary, and its loader ties the blocks of a head; no engine may be told to
-    draft more tokens than there are heads (vLLM would fill the rest with random numbers)."""
+    draft more tokens than there are heads (vLLM would make heads that the file does not hold)."""
     with pytest.raises(ConfigError, match="medusa-original has no place for a draft vocabulary"):
         exported(tmp_path, "medusa-original")
     with pytest.raises(ConfigError, match="all blocks of a head one"):
@@ -289,6 +293,34 @@ def test_published_spellings_are_read(tmp_path):
     assert all(found.tensors[n].equal(full[n]) for n in found.tensors)
 
 
+@pytest.mark.parametrize("projection", ["own", "shared"])
+def test_whole_projections_with_a_map_are_read_as_vllm_does(projection):
+    """Rows of the map where the projection has all of them; a map beside a whole vocabulary counts for nothing."""
+    meta, whole = meta_of(projection), state_of(meta_of(projection, full=True))
+    config = medusa.vllm_config(meta, "float32", 3)
+    tensors = medusa.vllm_tensors(whole, meta_of(projection, full=True), "float32", HEAD)
+    order = IDS[torch.tensor([3, 0, 5, 1, 4, 2])]
+    found = medusa.from_vllm(config, tensors | {"token_map": order})
+    rows = [whole[f"lm_heads.{i}.weight"] for i in range(K)] if projection == "own" else [HEAD]
+    read = [found.tensors[f"lm_heads.{i}.weight"] for i in range(K)] if projection == "own" else [found.carried]
+    assert found.ids.equal(order) and all(a.equal(b[order]) for a, b in zip(read, rows, strict=True))
+    found = medusa.from_vllm(config | {"truncated_vocab_size": V}, tensors | {"token_map": order})
+    read = [found.tensors[f"lm_heads.{i}.weight"] for i in range(K)] if projection == "own" else [found.carried]
+    assert found.ids.equal(torch.arange(V)) and all(a.equal(b) for a, b in zip(read, rows, strict=True))
+    assert "token_map is left out" in found.notes[0]
+    with pytest.raises(ConfigError, match=r"lm_heads.0.weight \[19, 8\], the config implies \[6, 8\]"):
+        medusa.from_vllm(config, tensors | {"token_map": order, "lm_heads.0.weight": HEAD[:-1].clone()})
+
+
+def test_biases_that_vllm_does_not_load_are_named():
+    """Without medusa_fc_bias the biases of a file are skipped there: here too, and not said to be missing."""
+    tensors = medusa.vllm_tensors(state_of(meta_of()), meta_of(), "float32", HEAD)
+    config = medusa.vllm_config(meta_of(), "float32", 3)
+    config.pop("medusa_fc_bias")
+    found = medusa.from_vllm(config, tensors)
+    assert "its biases are left out" in found.notes[0] and not found.tensors["blocks.2.layers.0.bias"].any()
+
+
 @pytest.mark.parametrize("change, lost, message", [
     ({"num_attention_heads": 3}, "", "num_attention_heads: vLLM takes it"), ({"vocab_size": None}, "", "vocab_size = "),
     ({"logit_scale": 2.0}, "", "logit_scale"), ({}, "token_map", "token_map is missing"),
@@ -445,5 +477,19 @@ def test_serving_files(tmp_path):
     assert code == 2 and not commands and "does not load the medusa layout" in message
     assert "tensorrt-llm.yaml" not in {p.name for p in folder.iterdir()}
     text = serving_files(Deployment("org/target", "PATH", "medusa-original", keys, L, 3))["SERVE.md"]
-    assert "medusa_lm_head.safetensors" in text
+    assert "makes 5 heads whatever config.json says; this drafter has 3" in text
     assert "vLLM does not load the medusa-original layout; export medusa" in text
+
+
+def test_the_line_that_converts_for_the_medusa_repository(tmp_path):
+    """SERVE.md of medusa-original: run as it stands, in a copy of the folder, it gives the same tensors under the name
+    that the repository's loader opens; in the export itself the new file is refused."""
+    out = exported(tmp_path, "medusa-original", full=True)
+    [line] = re.findall(r'^    python (-c ".*?")$', (out / "SERVE.md").read_text(), re.MULTILINE | re.DOTALL)
+    folder = shutil.copytree(out, tmp_path / "copy")
+    done = subprocess.run(["bash", "-c", f"{sys.executable} {line}"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tensors, converted = (source.read_tensors([folder / f"medusa_lm_head.{end}"]) for end in ("safetensors", "pt"))
+    assert tensors.keys() == converted.keys() and all(torch.equal(t, converted[name]) for name, t in tensors.items())
+    with pytest.raises(RunError, match="medusa_lm_head.pt"):
+        check_folder(folder, "medusa-original")

@@ -1,8 +1,8 @@
 """Refuses a folder of Medusa heads that an engine would reject, or load with silently wrong results.
 
-vLLM skips unknown tensors, fills missing ones with random numbers, and takes the number of heads from any key whose
-name looks like it. Source: formats.md sections 3 and 8; cases 13, 18, 46, 47, 56. H hidden size, V target vocabulary,
-D draft vocabulary, K heads, n blocks a head.
+By its sources (0.32; not run with Medusa heads yet) vLLM skips unknown tensors, leaves a missing projection as it was
+allocated, and takes the number of heads from any key whose name looks like it. Source: formats.md sections 3 and 8;
+cases 13, 18, 46, 47, 56. H hidden size, V target vocabulary, D draft vocabulary, K heads, n blocks a head.
 """
 
 from collections.abc import Iterator
@@ -155,7 +155,7 @@ def tensor_violations(path: Path, config: dict[str, Any], layout: str) -> Iterat
         yield f"{path.name}: cannot be read: {error}"
         return
     for name in sorted((wanted or {}).keys() - present):
-        yield f"{name}: missing; an engine would serve it random"
+        yield f"{name}: missing; an engine would refuse the folder, or serve what is not set"
 
 
 def content_violations(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype | None,

@@ -1,7 +1,10 @@
 """Medusa heads in the layouts of vLLM and of the original repository, both ways: pure key and config mappings.
 
+The second is what FasterDecoding/Medusa's training writes and TensorRT-LLM's converter reads; that repository's own
+loader reads the same tensors from medusa_lm_head.pt (docs/export.md).
 Source: formats.md section 3; vLLM `vllm/model_executor/models/medusa.py` and `transformers_utils/configs/medusa.py`;
-FasterDecoding/Medusa `medusa/model/medusa_model.py`. Tensor names of a checkpoint are vLLM's.
+FasterDecoding/Medusa `medusa/model/medusa_model.py`; TensorRT-LLM `tensorrt_llm/models/medusa/weight.py`. Tensor names
+of a checkpoint are vLLM's.
 H hidden size, V target vocabulary, D draft vocabulary, K heads, n blocks a head.
 """
 
@@ -75,7 +78,8 @@ def vllm_config(meta: dict[str, Any], dtype: str, drafted: int) -> dict[str, Any
 
 
 def original_config(meta: dict[str, Any], dtype: str, drafted: int) -> dict[str, Any]:
-    """config.json of the original repository. Raises ConfigError as `checked` does, and for what it has no form for."""
+    """config.json as the original repository's MedusaConfig has it. Raises ConfigError as `checked` does, and for what
+    it has no form for."""
     options, shape = checked(meta, dtype, drafted)
     if shape["draft_vocab_size"] != shape["vocab_size"]:
         raise ConfigError(f"export.formats: {ORIGINAL} has no place for a draft vocabulary: the heads propose "
@@ -168,14 +172,22 @@ def from_vllm(config: dict[str, Any], tensors: dict[str, Tensor]) -> Imported:
     H, V = number(config, "hidden_size"), number(config, "vocab_size")
     D = number(config, "truncated_vocab_size") if config.get("truncated_vocab_size") is not None else V
     named = {name.replace("medusa_heads.", ""): t for name, t in tensors.items()}
-    ids, notes = token_ids(named.pop("token_map", None), D, V), []
+    token_map, notes = named.pop("token_map", None), []
+    if D == V and token_map is not None:
+        token_map = None
+        notes.append("its token_map is left out, as in vLLM where truncated_vocab_size is vocab_size")
+    ids = token_ids(token_map, D, V)
+    if D != V:  # vLLM takes the map's rows of a whole projection
+        named |= {name: t[ids] for name, t in named.items() if name.startswith("lm_heads.") and t.shape == (V, H)}
     if not config.get("medusa_fc_bias", False):
-        notes.append("its blocks have no biases: they begin at zero here")
+        held = any(name.startswith("blocks.") and name.endswith(".bias") for name in named)
+        notes.append("its biases are left out, as in vLLM without medusa_fc_bias: they begin at zero here" if held
+                     else "its blocks have no biases: they begin at zero here")
         named |= {name: torch.zeros(1).expand(H) for name in block_names(K, n) if name.endswith("bias")}
     shared = bool(config.get("original_lm_head", False))
     carried = named.pop("lm_heads.0.weight", None) if shared else None
     if shared and carried is None:
-        raise ConfigError("tensor lm_heads.0.weight is missing: vLLM would serve a random projection")
+        raise ConfigError("tensor lm_heads.0.weight is missing: by original_lm_head it is every head's projection")
     places = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "draft_vocab_size": "truncated_vocab_size"}
     return assemble(VLLM, config, named, (K, n, H, V, D), ids, carried, places, notes)
 

@@ -22,6 +22,7 @@ HERE = "PATH"  # stands for the folder of an export
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ("SERVE.md", "serve.sh", "tensorrt-llm.yaml", "dynamo-aggregated.yaml", "dynamo-disaggregated.yaml")
 IMAGE = "nvcr.io/nvidia/ai-dynamo/vllm-runtime:1.3.1"
+THEIR_HEADS = 5  # that the Medusa repository's newer loader makes, whatever config.json says
 TRANSFER = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 
 
@@ -186,9 +187,19 @@ Not with this drafter: an engine would refuse it, or load it without a message a
 
 """
 REPOSITORY = """
-## The original repository
+## TensorRT-LLM's converter, and the Medusa repository
 
-medusa_lm_head.safetensors holds the state of its `medusa_head`, and config.json what its `MedusaConfig` reads.
+The Medusa converter of TensorRT-LLM reads medusa_lm_head.safetensors (the state of the repository's `medusa_head`)
+where no medusa_lm_head.pt lies beside it; tell it the number of heads.
+
+The repository's own loader reads config.json and medusa_lm_head.pt alone. Make that in a copy of this folder (`make
+export --check` and `make publish` refuse a file that is not theirs):
+
+    python -c "import torch; from safetensors.torch import load_file; \\
+    torch.save(load_file('medusa_lm_head.safetensors'), 'medusa_lm_head.pt')"
+
+Its newer loader makes {made} heads whatever config.json says; this drafter has {heads}. Neither was run with this
+folder.
 """
 HEADINGS = {
     "vllm": """
@@ -238,7 +249,7 @@ def serve_text(deployment: Deployment) -> str:
         if recent := since(name, deployment.keys):
             text += f"\nNeeds a version of {ENGINES[name].title} that has {'; '.join(recent)}.\n"
     if deployment.layout == "medusa-original":
-        text += REPOSITORY
+        text += REPOSITORY.format(made=THEIR_HEADS, heads=heads)
     if refused:
         text += OTHERS + "".join(f"- {reason}\n" for reason in refused)
     return text
