@@ -19,6 +19,9 @@ from recipes.draft_cost import DraftSize
 from recipes.errors import ConfigError
 from recipes.model_shape import ModelShape
 
+# Acceptance lengths that `make plan` takes for the worst and the best case, and why these.
+EXPECTED_LENGTHS = ((1.3, 3.0), "a good EAGLE-3 chain to an early drafter on few tokens")
+
 
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> Eagle3:
     """A fresh drafter for a loaded target (drafters.target.Target with taps): vocabulary, sizes, first weights.

@@ -31,6 +31,9 @@ from recipes.model_shape import ModelShape
 from recipes.schema import opt
 
 MOST_HEADS, MOST_BLOCKS = 5, 4
+# Acceptance lengths that `make plan` takes for the worst and the best case, and why these.
+EXPECTED_LENGTHS = ((1.2, 2.6), "EAGLE-3's table has 2.59 for Medusa on Vicuna-13B (MT-bench), drafted as a tree; a "
+                                "chain, and heads that are early in their training, keep less")
 
 
 @dataclass

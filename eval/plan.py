@@ -83,7 +83,7 @@ def training(recipe: Recipe, size: DraftSize, load: Load) -> Training:
 def judging(recipe: Recipe, size: DraftSize) -> Judging:
     e, x = recipe.eval, recipe.export
     return Judging(size, e.draft_length, e.max_tokens, e.batch_size, e.lossless_prompts, e.speed_prompts,
-                   e.speed_tokens, tuple(e.batch_sizes), e.sampling_contexts, e.sampling_draws, len(x.formats),
+                   e.speed_tokens, tuple(e.batch_sizes), e.sampling_contexts, e.sampling_draws, tuple(x.formats),
                    ITEM[x.dtype], x.check, x.check_prompts, x.check_tokens)
 
 

@@ -85,9 +85,18 @@ class DraftSize:
         """Numbers of the target that training holds: its embedding and its head over the draft vocabulary."""
         return self.vocab * self.hidden + self.teacher
 
+    @property
+    def head_gradients(self) -> int:
+        """Numbers of the heads' gradients, which are summed part by part beside those of the optimizer."""
+        return self.head * self.train_head
+
     def moved(self, depth: int) -> int:
         """Weights that pass the memory in a micro-batch of so many steps, each of which passes all of them."""
         return self.parameters * (depth + 1)
+
+    def exported(self, layout: str) -> int:
+        """Numbers of its export, with what the layout carries of the target: speculators its embedding."""
+        return self.parameters + self.vocab * self.target_hidden * (layout == "speculators")
 
 
 @dataclass(frozen=True)
@@ -116,8 +125,17 @@ class MedusaSize(DraftSize):
     def borrowed(self) -> int:
         return self.teacher
 
+    @property
+    def head_gradients(self) -> int:
+        return self.count * self.head * self.train_head
+
     def moved(self, depth: int) -> int:
         return self.parameters
+
+    def exported(self, layout: str) -> int:
+        """Where the projection is shared, vLLM's layout carries it once, the original one for every head."""
+        carried = 0 if self.train_head else self.count if layout == "medusa-original" else 1
+        return self.parameters + carried * self.head
 
 
 def worked(spans: list[float], depth: int, share: float = 1.0) -> list[float]:
@@ -211,7 +229,7 @@ def update_seconds(size: DraftSize, ranks: int, stage: int, speed: Speed) -> flo
 def activation_bytes(size: DraftSize, rows: float, tokens: float, positions: list[float], itemsize: float,
                      share: float = 1.0) -> float:
     """Bytes kept for the backward pass of a micro-batch, and its batch: taps and final states; normed, fused and
-    projected states; each layer's and step's own keys; MLP; the head's gradients. On top what a part of the head takes
+    projected states; each layer's and step's own keys; MLP; the heads' gradients. On top what a part of the head takes
     while it is worked: logits in float32, the teacher's, and two of their size."""
     S, H = tokens, size.hidden
     batch = S * (size.taps + 1) * size.target_hidden * itemsize
@@ -223,7 +241,7 @@ def activation_bytes(size: DraftSize, rows: float, tokens: float, positions: lis
             kept += P * (4 * size.heads + 2 * k * size.kv_heads * size.head_dim * itemsize)
     head = sum(positions) * H * itemsize
     worked_on = 4 * min(LOGITS, rows * sum(positions) * size.draft_vocab * 4)
-    return rows * (batch + kept + head) + 4 * size.head * size.train_head + worked_on
+    return rows * (batch + kept + head) + 4 * size.head_gradients + worked_on
 
 
 def draft_seconds(size: DraftSize, rows: float, K: int, context: float, itemsize: float, speed: Speed) -> float:

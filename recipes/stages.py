@@ -231,7 +231,7 @@ class Judging:
     batch_sizes: tuple[int, ...]
     contexts: int
     draws: int
-    formats: int
+    formats: tuple[str, ...]  # layouts
     itemsize: int
     check: bool
     check_prompts: int
@@ -243,7 +243,8 @@ def export(shape: ModelShape, keep: Format, machine: Machine, load: Load, sectio
     rows. It decodes plainly, reads the whole text once, and drafts without a cache, over the whole text where the
     drafter attends."""
     weights, size, speed = weights_per_gpu(shape, keep), section.size, machine.eager
-    written = section.formats * export_bytes(size.parameters, section.itemsize, size.draft_vocab, size.vocab)
+    written = sum(export_bytes(size.exported(layout), section.itemsize, size.draft_vocab, size.vocab)
+                  for layout in section.formats)
     parts = {"start and loading": machine.start_s + weights * keep.gpus / machine.disk, "files": written / machine.disk}
     length = load.judged_prompt + section.check_tokens + section.K
     if section.check:
@@ -253,7 +254,7 @@ def export(shape: ModelShape, keep: Format, machine: Machine, load: Load, sectio
         reading = (decode_seconds(shape, keep, speed, 1, load.judged_prompt, section.check_tokens + section.K, 1)
                    + pass_seconds(shape, Pass(1, length, heads=length), keep, speed) + passes * whole)
         ours = passes * cycle_seconds(shape, keep, machine, section.check_prompts, length, section)
-        parts["check"] = section.formats * (2 * section.check_prompts * reading + ours)
+        parts["check"] = len(section.formats) * (2 * section.check_prompts * reading + ours)
     memory = machine.base + weights + 4 * size.parameters + 4 * length * shape.vocab + activations(shape, length, keep)
     return stage(parts, memory, written)
 

@@ -1,11 +1,15 @@
 """What `make plan` says of Medusa heads, against the module and the operations that torch counts."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from test_plan import LLAMA_8B, recipe
 from torch.utils.flop_counter import FlopCounterMode
 
 from drafters.base import Batch
+from drafters.export.layouts import LAYOUTS, Served
 from drafters.medusa import Medusa, Options, Shape, cost
 from eval import plan
 from recipes import draft_cost
@@ -14,6 +18,7 @@ from recipes.errors import ConfigError
 from recipes.loader import load_recipe
 
 H, V, D, K = 32, 64, 48, 3
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def drafter(**options) -> tuple[Medusa, MedusaSize]:
@@ -29,6 +34,7 @@ def test_parameters_are_the_modules(options):
     module, size = drafter(**options)
     assert size.parameters == size.trained == sum(p.numel() for p in module.parameters())
     assert size.borrowed == module.teacher_head.numel() and size.moved(9) == size.parameters  # each head once
+    assert size.head_gradients == sum(head.weight.numel() for head in module.lm_heads)
 
 
 @pytest.mark.parametrize("projection, factor", [("own", 6), ("shared", 4)])
@@ -61,6 +67,54 @@ def test_a_plan_of_heads(tmp_path):
         a, b = (plans[name]["stages"][stage] for name in ("own", "shared"))
         assert a["memory_bytes"][0] > b["memory_bytes"][0] and a["disk_bytes"][0] > b["disk_bytes"][0]
     assert all(stage["seconds"][0] > 0 for stage in plans["own"]["stages"].values())
+
+
+def test_the_shipped_recipe_and_the_documented_command_fit_together():
+    """Nothing that the recipe drafts, in validation, evaluation or `make roi ARGS=measure`, is longer than its heads,
+    nor than those that docs/drafters.md trains."""
+    made = load_recipe(ROOT / "recipes/smollm2-135m/medusa.yaml")
+    longest = max(made.train.validation_draft_length, made.eval.draft_length, *made.roi.draft_lengths,
+                  *made.roi.held_out)
+    said = re.findall(r"--drafter\.options\.heads (\d+)", (ROOT / "docs/drafters.md").read_text())
+    assert said and longest <= made.drafter.options["heads"] and all(longest <= int(heads) for heads in said)
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+@pytest.mark.parametrize("layout, full", [("medusa", False), ("medusa", True), ("medusa-original", True)])
+def test_an_export_is_as_large_as_planned(layout, full, projection):
+    """The projection of shared heads is in the files too: once in vLLM's layout, K times in the original one."""
+    chosen = {"projection": projection} | ({"draft_vocab_size": 0} if full else {})
+    made, rows = Options(**{"heads": K, "draft_vocab_size": D} | chosen), V if full else D
+    module = Medusa(made, Shape(H, V, rows, 6), torch.arange(rows), torch.randn(V, H))
+    size = MedusaSize(H, H, 1, 0, 0, 0, 0, rows, V, train_head=projection == "own", count=K)
+    meta = {**module.meta(), "format": "drafthouse.drafter/1", "target": {"model": "x", "fingerprint": {}}}
+    served = Served([], {}, head=torch.randn(V, H))
+    tensors = LAYOUTS[layout].tensors(module.tensors(), meta, "float32", served)
+    assert size.exported(layout) == sum(t.numel() for name, t in tensors.items() if name != "token_map")
+
+
+def test_a_plan_counts_the_projections_of_its_layouts(tmp_path):
+    """Issue 8: K copies of a shared projection are K times the disk of one, and training holds K heads' gradients."""
+    def stages_of(name: str, **changes) -> dict:
+        (tmp_path / name).mkdir()
+        return plan.make(load_recipe(recipe(tmp_path / name, LLAMA_8B, **changes)))["stages"]
+
+    shared = {"kind": "medusa", "options": {"heads": 5, "projection": "shared"}}
+    one, many = (stages_of(layout, drafter=shared, export={"formats": [layout]})["export"]["disk_bytes"][0]
+                 for layout in ("medusa", "medusa-original"))
+    assert many - one == 4 * 4 * 4096 * 128256
+    few, all_five = (draft_cost.activation_bytes(MedusaSize(H, H, 1, 0, 0, 0, 0, D, V, count=count), 1, 14, [9.0], 4)
+                     for count in (1, 5))
+    assert all_five - few == 4 * 4 * H * D
+
+
+def test_the_acceptance_that_is_assumed_is_the_kinds(tmp_path):
+    """Medusa's published figure bounds its plan, EAGLE-3's its own; the reason names it."""
+    for kind, best, word in (("medusa", 2.6, "Medusa on Vicuna-13B"), ("eagle3", 3.0, "EAGLE-3 chain")):
+        (tmp_path / kind).mkdir()
+        found = plan.make(load_recipe(recipe(tmp_path / kind, LLAMA_8B, drafter={"kind": kind})))
+        [accepted] = [one for one in found["assumptions"] if one["name"] == "plan.acceptance"]
+        assert accepted["best"] == best and word in accepted["why"]
 
 
 def test_a_kind_without_a_cost_is_refused(tmp_path):
