@@ -3,7 +3,7 @@ drafter."""
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,9 @@ class Acceptance:
     slowest: NonNegativeFloat = opt(0.0, "acceptance length that 99 of 100 requests exceed; 0 is not recorded")
     size: dict[str, Any] = opt({}, "sizes of the drafter; empty: as wide as its target")
     layers: NonNegativeInt = opt(0, "of a layer_cut; 0 is a third of the target's")
+    vocab: NonNegativeInt = opt(0, "Medusa: tokens that a head can propose; 0: as the measured steps have it, else the "
+                                   "target's vocabulary")
+    blocks: PositiveInt = opt(1, "Medusa: residual blocks of a head")
 
     def kept(self, K: int) -> float:
         """Acceptance length of a draft of K, at most as long as the measured one."""
@@ -134,7 +137,15 @@ def _of_report(report: dict[str, Any], domain: str, bits: Mapping[str, float]) -
                       weight_bits=bits_of(target["model"], report["stack"]["dtype"], bits),
                       fingerprint=target.get("fingerprint", {}),
                       prompts="completion" if any(one.get("untemplated") for one in used) else "chat",
-                      requests=requests, slowest=slowest, layers=drafter.get("options", {}).get("layers", 0))
+                      requests=requests, slowest=slowest, **shape_of_kind(drafter))
+
+
+def shape_of_kind(drafter: dict[str, Any]) -> dict[str, int]:
+    """What a report says of a drafter whose sizes follow from its target's, as fields of Acceptance."""
+    options = drafter.get("options", {})
+    if drafter["kind"] == "medusa":
+        return {"vocab": drafter.get("draft_vocab_size") or 0, "blocks": options.get("num_layers", 1)}
+    return {"layers": options.get("layers", 0)}
 
 
 def bits_of(model: str, dtype: str, quantised: Mapping[str, float]) -> float:
@@ -186,6 +197,9 @@ def draft_for(found: Acceptance, shape: ModelShape, steps: Steps) -> Draft:
     if found.size:
         return Draft(kind_of(found.kind), parse_into(DraftSize, found.size, f"{found.name}: size"),
                      bits=steps.drafter.get("bits", 16.0))
-    if kind_of(found.kind) == kind_of(steps.drafter.get("kind", "")) and steps.drafter.get("size"):
+    kind = kind_of(found.kind)
+    same = kind == kind_of(steps.drafter.get("kind", ""))
+    if same and (steps.drafter.get("size") or kind == "medusa" and not found.vocab):
         return steps.draft()
-    return draft_of(found.kind, shape, layers=found.layers)
+    draft = draft_of(found.kind, shape, layers=found.layers, vocab=found.vocab, blocks=found.blocks)
+    return replace(draft, bits=steps.drafter.get("bits", 16.0)) if same and kind == "medusa" else draft

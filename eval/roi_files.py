@@ -25,6 +25,7 @@ from recipes.schema import opt
 from recipes.speculation import Draft, Place, Step
 
 STEPS, CALIBRATION = "drafthouse.steps/1", "drafthouse.calibration/1"
+OF_KINDS = ("layers", "vocab", "blocks")  # what a drafter is known by that has no sizes of its own
 FEWEST_LENGTHS = 2  # draft lengths beside plain decoding at one batch
 Kept = Annotated[float, Field(ge=1)]
 
@@ -87,6 +88,8 @@ class DrafterEntry:
     size: dict[str, Any] = opt({}, "sizes of an EAGLE-3 or parallel drafter; empty: as wide as the target")
     bits: PositiveFloat = opt(16.0, "bits of its weights")
     layers: NonNegativeInt = opt(0, "of a layer_cut; 0 is a third of the target's")
+    vocab: NonNegativeInt = opt(0, "Medusa: tokens that a head can propose; 0 is the target's vocabulary")
+    blocks: PositiveInt = opt(1, "Medusa: residual blocks of a head")
 
 
 @dataclass
@@ -120,11 +123,12 @@ class Steps:
                         gpu.layer_us if self.profile == "loop" else 100.0)
 
     def draft(self) -> Draft:
-        kind, size = self.drafter.get("kind", "eagle3"), self.drafter.get("size")
-        if size:
-            sizes = parse_into(DraftSize, size, "steps: drafter.size")
-            return Draft(kind_of(kind), sizes, bits=self.drafter.get("bits", 16.0))
-        return draft_of(kind, shape_in(self.target), layers=self.drafter.get("layers", 0))
+        kind, bits = self.drafter.get("kind", "eagle3"), self.drafter.get("bits", 16.0)
+        if size := self.drafter.get("size"):
+            return Draft(kind_of(kind), parse_into(DraftSize, size, "steps: drafter.size"), bits=bits)
+        known = {key: self.drafter[key] for key in OF_KINDS if key in self.drafter}
+        draft = draft_of(kind, shape_in(self.target), **known)
+        return dataclasses.replace(draft, bits=bits) if draft.kind == "medusa" else draft
 
     def observations(self, held_out: bool = False) -> list[Observation]:
         place, draft = self.place(), self.draft()

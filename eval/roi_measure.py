@@ -33,7 +33,7 @@ from recipes.model_shape import shape_of
 from recipes.provenance import stamp
 from recipes.schema import Recipe
 
-UNSIZED = ("lookup", "layer_cut", "medusa")  # drafters whose cost follows from the target alone
+UNSIZED = ("lookup", "layer_cut", "medusa")  # drafters whose cost follows from the target and an option or two
 CYCLES = 8  # of one run; the first, after the prompts, is not counted
 
 
@@ -134,8 +134,9 @@ def grid(recipe: Recipe) -> list[tuple[int, int, int, bool]]:
 def measure(recipe: Recipe, progress: Callable[[str], None], parts: bool = True) -> Steps:
     """Times everything in turns; without `parts` plain steps and cycles only. Raises ConfigError where the target's
     context is too short."""
-    drafter = drafter_of(recipe)  # a kind whose cost is not known is told before anything is timed
+    drafter_of(recipe)  # a kind whose cost is not known is told before anything is timed
     loop, section = open_loop(recipe), recipe.roi
+    drafter = drafter_of(recipe, loop.drafter)
     for name in ("draft_lengths", "held_out"):
         check_longest(max(getattr(section, name), default=0), loop.drafter, f"roi.{name}")
     room = loop.target.max_length - CYCLES * (max([*section.draft_lengths, *section.held_out]) + 1) - 2
@@ -189,12 +190,18 @@ def target_of(recipe: Recipe, target: Target) -> dict[str, Any]:
             "cache_bits": bits, "dtype": recipe.target.dtype, "expanded": True, "fingerprint": target.fingerprint()}
 
 
-def drafter_of(recipe: Recipe) -> dict[str, Any]:
-    """The drafter as steps.json names it. ConfigError for a kind whose cost is not known."""
+def drafter_of(recipe: Recipe, opened: Drafter | None = None) -> dict[str, Any]:
+    """The drafter as steps.json names it; `opened`: itself, which may be another's (drafter.path) and knows its draft
+    vocabulary. ConfigError for a kind whose cost is not known."""
     kind, bits = recipe.drafter.kind, BITS[recipe.target.dtype]
     if kind in UNSIZED:
-        layers = getattr(options_of(kind, recipe.drafter.options), "layers", 0)
-        return {"kind": kind, "bits": bits, **({"layers": layers} if layers else {})}
+        options = options_of(kind, recipe.drafter.options)
+        found = {"kind": kind, "bits": bits}
+        if kind == "medusa":
+            vocab = opened.shape.draft_vocab_size if opened else options.draft_vocab_size
+            return found | {"vocab": vocab, "blocks": (opened.options if opened else options).num_layers}
+        layers = getattr(options, "layers", 0)
+        return found | ({"layers": layers} if layers else {})
     config = read_config(recipe)
     size = draft_size(recipe, shape_of(config, f"target.model = {recipe.target.model}"), config)
     return {"kind": kind, "size": asdict(size), "bits": bits}

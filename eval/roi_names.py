@@ -58,9 +58,11 @@ def eagle_size(shape: ModelShape, taps: int = 3, draft_vocab: int = DRAFT_VOCAB,
     return DraftSize(H, H, taps, a.heads, a.kv_heads or a.heads, dim, width, draft_vocab, shape.vocab, layers=layers)
 
 
-def draft_of(name: str, shape: ModelShape, models: dict[str, Any] | None = None, layers: int = 0) -> Draft:
+def draft_of(name: str, shape: ModelShape, models: dict[str, Any] | None = None, layers: int = 0, vocab: int = 0,
+             blocks: int = 1) -> Draft:
     """A drafter of this kind, or the standalone model of this name. `layers` of a layer_cut: 0 is a third of the
-    target's. EAGLE of the first two papers reads one state and scores the whole vocabulary. ConfigError for neither."""
+    target's; `vocab`, `blocks` of Medusa's heads as in Draft. EAGLE of the first two papers reads one state and scores
+    the whole vocabulary. ConfigError for neither."""
     kind = kind_of(name)
     if kind in ("eagle3", "parallel"):
         return Draft(kind, eagle_size(shape))
@@ -68,6 +70,8 @@ def draft_of(name: str, shape: ModelShape, models: dict[str, Any] | None = None,
         return Draft("eagle3", eagle_size(shape, taps=1, draft_vocab=shape.vocab))
     if kind == "layer_cut":
         return Draft(kind, layers=layers or max(1, shape.layers // 3))
+    if kind == "medusa":
+        return Draft(kind, vocab=vocab, blocks=blocks)
     if kind in KINDS and kind != "model":
         return Draft(kind)
     try:

@@ -71,13 +71,20 @@ class Place:
 @dataclass(frozen=True)
 class Draft:
     """How tokens are drafted. `size` of an EAGLE-3 or parallel drafter; `model` of a standalone one; `bits` its
-    weights; Medusa and MTP take what they need from the target, layer_cut its first `layers`."""
+    weights; MTP takes what it needs from the target, layer_cut its first `layers`. Medusa's heads are as wide as the
+    target, `blocks` residual blocks and a projection to `vocab` tokens each (0: the target's vocabulary)."""
 
     kind: str
     size: DraftSize | None = None
     model: ModelShape | None = None
     bits: float = 16.0
     layers: int = 0
+    vocab: int = 0
+    blocks: int = 1
+
+    def head(self, shape: ModelShape) -> int:
+        """Weights of one of Medusa's heads."""
+        return shape.hidden * (self.blocks * shape.hidden + (self.vocab or shape.vocab))
 
 
 @dataclass(frozen=True)
@@ -132,8 +139,7 @@ def draft_seconds(draft: Draft, place: Place, c: Constants, step: Step) -> float
     if draft.kind in ("eagle3", "parallel"):
         busy = _eagle_seconds(draft, place, c, step)
     elif draft.kind == "medusa":
-        H, V = place.shape.hidden, place.shape.vocab
-        busy = dense_seconds(K * (H * H + H * V), rows, 0.0, draft.bits, place, c)
+        busy = dense_seconds(K * draft.head(place.shape), rows, 0.0, draft.bits, place, c)
     elif draft.kind == "mtp":
         one = some_layers(place.shape, 1)
         first = target_seconds(replace(place, shape=one), c, rows, step.width, step.context)
@@ -177,7 +183,7 @@ def draft_memory(draft: Draft, shape: ModelShape, K: int, keep: Format, rows: fl
         token = 2 * size.kv_heads * size.head_dim * size.layers * keep.cache_bits / 8
         return size.parameters * draft.bits / 8 / keep.ranks + rows * length * token / min(keep.ranks, size.kv_heads)
     if draft.kind == "medusa":
-        return K * shape.hidden * (shape.hidden + shape.vocab) * draft.bits / 8 / keep.ranks
+        return K * draft.head(shape) * draft.bits / 8 / keep.ranks
     if draft.kind == "layer_cut":
         return cache_per_gpu(some_layers(shape, draft.layers), rows, length, keep)
     if draft.kind in ("mtp", "model"):

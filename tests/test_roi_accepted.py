@@ -6,9 +6,12 @@ import pytest
 import roi_world
 from roi_world import MODEL, acceptance, found, planned
 
-from eval.roi_accepted import Acceptance, contexts, read_acceptance
+from eval.roi_accepted import Acceptance, contexts, draft_for, read_acceptance
+from eval.roi_files import Steps
 from eval.roi_refuse import Refusal
 from recipes.errors import ConfigError
+from recipes.named_shapes import named, short_shape
+from recipes.speculation import Draft
 
 calibrated, world = roi_world.calibrated, roi_world.world
 
@@ -82,6 +85,22 @@ def test_a_tree_is_not_priced_as_a_chain(tmp_path, plan, topk, verified):
     assert (accepted.tokens_per_pass, accepted.topk, accepted.verified) == (1.9, topk, verified)
     whole = read(tmp_path, report())
     assert (whole.tokens_per_pass, whole.topk, whole.verified) == (0.0, 1, 0)
+
+
+def test_medusas_heads_are_priced_as_small_as_they_are(tmp_path):
+    """Draft vocabulary and blocks are the report's, bits those of steps of the same kind; a file that states neither
+    takes the steps', and the target's vocabulary where those are of another kind."""
+    heads = {"kind": "medusa", "draft_vocab_size": 8192, "options": {"num_layers": 2, "heads": 2}}
+    accepted = read(tmp_path, report(drafter=heads))
+    assert (accepted.vocab, accepted.blocks, accepted.layers) == (8192, 2, 0)
+    shape = short_shape(named(MODEL), MODEL)
+    other, same = Steps(), Steps(drafter={"kind": "medusa", "bits": 32.0, "vocab": 4096, "blocks": 1},
+                                 target={"model": MODEL})
+    assert draft_for(accepted, shape, other) == Draft("medusa", vocab=8192, blocks=2)
+    assert draft_for(accepted, shape, same) == Draft("medusa", bits=32.0, vocab=8192, blocks=2)
+    by_hand = Acceptance(kind="medusa", per_position=[0.5])
+    assert draft_for(by_hand, shape, same) == same.draft() == Draft("medusa", bits=32.0, vocab=4096)
+    assert draft_for(by_hand, shape, other) == Draft("medusa")
 
 
 def test_untemplated_prompts_are_refused(tmp_path):

@@ -66,6 +66,8 @@ def test_overheads_by_hand():
 def test_medusa_and_mtp_by_hand():
     """Two Medusa heads read 2 (H x H + H x V) 16-bit weights; MTP one layer with the head for each token."""
     assert draft_seconds(Draft("medusa"), PLACE, PLAIN, Step(1, 2, 0)) == pytest.approx(2 * (16 + 64) * 2 / 1e3)
+    small = Draft("medusa", vocab=8, blocks=2)  # V 16, H 4
+    assert draft_seconds(small, PLACE, PLAIN, Step(1, 2, 0)) == pytest.approx(2 * (2 * 16 + 32) * 2 / 1e3)
     assert some_layers(replace(TINY, layers=4), 1).layers == 1
     mtp = draft_seconds(Draft("mtp"), PLACE, PLAIN, Step(1, 2, 0))
     assert mtp == pytest.approx((2 * 160 + 4 * 64) / 1e3), "positions: 3 in the pass over the verified, 1 in the next"

@@ -201,6 +201,9 @@ def test_drafter_and_caches_take_memory():
     assert planner.memory(Method("l", Draft("lookup"), Acceptance()), 4) == plain
     heads = planner.memory(Method("m", Draft("medusa"), Acceptance(per_position=RATES)), 4) - plain
     assert heads == pytest.approx(5 * 4096 * (4096 + 128256) * 2)
+    small = Draft("medusa", vocab=8192, blocks=2)
+    heads = planner.memory(Method("m", small, Acceptance(per_position=RATES)), 4) - plain
+    assert heads == pytest.approx(5 * 4096 * (2 * 4096 + 8192) * 2)
     layer = planner.memory(Method("t", Draft("mtp"), Acceptance(per_position=RATES)), 4) - plain
     weights = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096 * 128256
     assert layer == pytest.approx(2 * weights + 4 * 2000 * 4096, rel=1e-3)
