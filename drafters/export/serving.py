@@ -192,8 +192,8 @@ REPOSITORY = """
 The Medusa converter of TensorRT-LLM reads medusa_lm_head.safetensors (the state of the repository's `medusa_head`)
 where no medusa_lm_head.pt lies beside it; tell it the number of heads.
 
-The repository's own loader reads config.json and medusa_lm_head.pt alone. Make that in a copy of this folder (`make
-export --check` and `make publish` refuse a file that is not theirs):
+The repository's own loader reads config.json and medusa_lm_head.pt alone. Make that in a copy of this folder: here
+Drafthouse would refuse a second file of weights.
 
     python -c "import torch; from safetensors.torch import load_file; \\
     torch.save(load_file('medusa_lm_head.safetensors'), 'medusa_lm_head.pt')"
