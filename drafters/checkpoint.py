@@ -48,11 +48,6 @@ def best(folder: Path) -> Path:
     return path_of(folder, step)
 
 
-def chosen(path: str, run: Path) -> Path:
-    """The checkpoint that `drafter.path` names; the best of the run's own where it is empty."""
-    return Path(path) if path else best(run / "checkpoints")
-
-
 def read_meta(folder: Path) -> dict[str, Any]:
     """drafter.json of a checkpoint. ConfigError where it is missing, unreadable or of another format."""
     path = folder / META

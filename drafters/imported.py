@@ -6,7 +6,7 @@ Only safetensors and JSON are read; nothing that the folder says names a program
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from drafters.source import find, read
 from drafters.target import Target
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, sha256_json, sync_folder
+from recipes.provenance import difference
 from recipes.schema import Drafter as Section
 
 FIELD = "drafter.path"
@@ -59,8 +60,12 @@ def chosen(section: Section, run: Path, target: Target) -> Path:
     A folder or Hub id in a layout of engines is converted once, under run/imported, and the target tapped at its
     layers. Raises ConfigError naming file, key and value where it does not fit the target, or was made for another.
     """
-    if not section.path or (Path(section.path) / checkpoint.META).is_file():
-        return checkpoint.chosen(section.path, run)
+    if not section.path:
+        own = checkpoint.best(run / "checkpoints")
+        check_own(section, checkpoint.read_meta(own), str(own))
+        return own
+    if (Path(section.path) / checkpoint.META).is_file():
+        return Path(section.path)
     folder = find(section.path, FIELD)
     if (folder / checkpoint.META).is_file():
         return folder
@@ -78,6 +83,20 @@ def chosen(section: Section, run: Path, target: Target) -> Path:
     if not (out / checkpoint.META).is_file():
         convert(found, options, layers, target, out, {"model": target.section.model, "fingerprint": fingerprint})
     return out
+
+
+def check_own(section: Section, meta: dict[str, Any], where: str) -> None:
+    """ConfigError where the run's own checkpoint was trained as another drafter than the recipe's, whose record and
+    export would then say what is not in them. What it started from may have decided options that are not stated."""
+    if meta["kind"] != section.kind:
+        raise ConfigError(f"{where}: a drafter of kind {meta['kind']}, but drafter.kind = {section.kind}; use another "
+                          "`name`")
+    now, earlier = (asdict(options_of(section.kind, options)) for options in (section.options, meta["options"]))
+    stated = section.options if section.init_from else now
+    changed = difference({key: earlier[key] for key in stated}, {key: now[key] for key in stated})
+    if changed:
+        raise ConfigError(f"{where}: trained with other settings: drafter.options.{changed}; go back to those, or use "
+                          "another `name` and train")
 
 
 def convert(found: Imported, options: dict[str, Any], layers: list[int], target: Target, out: Path,

@@ -27,7 +27,7 @@ from eval.engine_run import Job, job_for, offline, stoppable
 from eval.figures import spread
 from eval.ship import exports_here
 from eval.witnesses import Evidence, engine, loop, second_reader, training
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, write_json
 from recipes.schema import Recipe, opt
@@ -90,7 +90,7 @@ def examine_here(recipe: Recipe, options: Options, folder: Path) -> tuple[list[E
 def main(recipe: Recipe, switches: set[str], options: Options) -> None:
     if options.python and not shutil.which(options.python):
         raise ConfigError(f"--python {options.python}: no such program")
-    folder = run_dir(recipe)
+    folder = run_folder(recipe)
     with stoppable():
         evidence = examine(recipe, options, folder)
     findings = compare_all(evidence, recipe.eval.gap_tolerance)

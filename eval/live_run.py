@@ -17,7 +17,7 @@ from eval.live_page import write_live
 from eval.live_report import Earlier, Found, ids_sha256, report_of
 from eval.live_texts import Texts, classify, compared
 from eval.track import log_figures
-from recipes.cli import run_dir
+from recipes.cli import run_folder, write_resolved
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, write_text
 from recipes.schema import Recipe
@@ -83,7 +83,7 @@ def evaluated_live(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     could be recognised."""
     section = recipe.eval
     check_settings(section.server)
-    folder = run_dir(recipe) / "eval"
+    folder = run_folder(recipe) / "eval"
     out = folder / section.server.label
     sets = read_sets(section, folder / "sets", recipe.prompts.max_bad_share)
     works, dropped = asks_of(sets)
@@ -95,6 +95,7 @@ def evaluated_live(recipe: Recipe) -> tuple[dict[str, Any], Path]:
                               "the two another eval.server.label")
         earlier = read_earlier(path, {"prompts_sha256": sets_sha256(sets), "max_tokens": section.max_tokens})
     found = Found(recipe, sets, dropped, earlier, *asyncio.run(measured(Live(section, works), earlier)))
+    write_resolved(recipe, ["eval"])
     report, lines = report_of(found, folder)
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / REQUESTS, "".join(json.dumps(line) + "\n" for line in lines))

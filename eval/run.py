@@ -40,7 +40,7 @@ from eval.rows import Asking, Row
 from eval.summary import markdown
 from eval.track import check_tracker, log_figures
 from eval.verdict import decide, lossless_fault
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder, write_resolved
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_json, write_json, write_text
 from recipes.provenance import stamp
@@ -53,7 +53,7 @@ class Evaluation:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.section = recipe, recipe.eval
         self.began = stamp(asdict(recipe))
-        self.folder = run_dir(recipe)
+        self.folder = run_folder(recipe)
         self.sets = read_sets(recipe.eval, self.folder / "eval" / "sets", recipe.prompts.max_bad_share)
         layers = recipe.trace.layers if entry(recipe.drafter.kind).trained else None  # others read no hidden states
         self.target = Target(on_one_process(recipe.target), layers)
@@ -264,6 +264,7 @@ def evaluated(recipe: Recipe, again: bool) -> tuple[dict[str, Any], Path]:
     if server.base_url or server.baseline_url or server.baseline_report:
         return evaluated_live(recipe)
     evaluation = Evaluation(recipe)
+    write_resolved(recipe, ["eval"])
     folder = evaluation.folder / "eval"
     report = None if again else evaluation.finished()
     if report is not None:

@@ -31,7 +31,7 @@ from eval.metrics import Acceptance
 from eval.reader import read_acceptance
 from eval.replay import walk
 from eval.witnesses import answer_of, row_prompt, walked
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder, write_resolved
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, sha256_json, write_json
 from recipes.schema import Recipe
@@ -194,12 +194,13 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     unknown = [layout for layout in recipe.export.formats if layout not in LAYOUTS]
     if unknown or not recipe.export.formats:
         raise ConfigError(f"export.formats = {recipe.export.formats}: known layouts: {', '.join(LAYOUTS)}")
-    folder = run_dir(recipe)
+    folder = run_folder(recipe)
     target = Target(on_one_process(recipe.target), recipe.trace.layers)
     imported.chosen(recipe.drafter, folder, target)  # taps the target where the drafter says it is to be tapped
     layers = target.layers
     if not recipe.drafter.path:
         layers = open_manifest(recipe.trace, folder)["layers"]
+    write_resolved(recipe, ["export"])
     for layout in recipe.export.formats:
         export(recipe, folder, layout, target, layers, again="check" in switches)
 

@@ -193,4 +193,9 @@ def check_url(url: str, where: str, advice: str) -> None:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML, every default written out."""
-    return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
+    return dump_values(dataclasses.asdict(recipe))
+
+
+def dump_values(values: dict[str, Any]) -> str:
+    """YAML of a recipe's sections."""
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from data.batching import plan_for
 from data.reader import RowReader, open_rows, with_states
 from data.remoterows import RemoteRows
+from data.settings import check_recipe
 from data.store import TraceReader
 from drafters.initial import begin
 from drafters.placement import on_one_process
@@ -145,6 +146,7 @@ def work(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
     target = open_target(recipe, accelerator.num_processes)
     check_traces(rows, target, target.layers)
     check_rows(rows, recipe)
+    check_recipe(rows.folder, recipe, target.layers)
     check_user_turns(rows, recipe.train.user_turns)
     reader = with_states(rows, recipe.trace, folder, target)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
