@@ -2,16 +2,20 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from pydantic import NonNegativeInt, PositiveInt
+import torch
 
 from drafters.registry import options_of
 from recipes import cli
 from recipes.errors import ConfigError
 from recipes.loader import dump_recipe, load_recipe
 from recipes.plain import DEEPEST, MOST, Refused, read
-from recipes.schema import opt
+from recipes.schema import NonNegativeInt, PositiveInt, opt
+from train.loop import Trainer
+from train.nodes import COMMAND as LAUNCH
 
 DIGITS = "9" * 5000
 
@@ -152,3 +156,56 @@ def test_a_boolean_is_no_number_in_other_options(capsys):
     command = cli.Command("make x", "About.", lambda recipe, switches, options: None, options=Sizes)
     assert "command line: pairs.1.1 = True: must be a number" in refusal(
         capsys, command, "--pairs", "[[0.5, 1], [0.5, true]]")
+    assert "command line: rows = 2147483648: " in refusal(capsys, command, "--rows", "2147483648")
+    assert "command line: spare = -1: " in refusal(capsys, command, "--spare", "-1")
+    assert "command line: port = 65536: " in refusal(capsys, LAUNCH, "--port", "65536")
+
+
+@pytest.mark.parametrize("field, most", [
+    *((field, 2**32 - 1) for field in ("train.seed", "eval.seed", "prompts.seed", "generation.seed",
+                                       "trace.verify_seed")),
+    *((field, 2**31 - 1) for field in ("generation.unit_rows", "train.validate_every", "trace.shard_mb",
+                                       "train.warmup_steps", "eval.max_tokens", "roi.rounds")),
+    *((field, 65536) for field in ("train.batch_rows", "train.accumulation", "generation.batch_size",
+                                   "eval.batch_size", "generation.server.concurrency")),
+    *((field, 128) for field in ("eval.draft_length", "train.validation_draft_length", "eval.tree.depth")),
+    ("eval.tree.total", 4096), ("eval.tree.top_k", 4096), ("eval.sampling_draws", 10**7), ("target.threads", 4096),
+    ("train.epochs", 10_000), ("generation.server.retries", 1000), ("eval.server.retries", 1000)])
+def test_numbers_are_bounded(tmp_path, field, most):
+    """No number overflows a library's integer, fills the memory or runs for ever: the largest is taken, one more is
+    refused with the bound."""
+    path = tmp_path / "r.yaml"
+    path.write_text("name: x")
+    recipe = load_recipe(path, {field: str(most)})
+    for name in field.split("."):
+        recipe = getattr(recipe, name)
+    assert recipe == most
+    for beyond in (most + 1, -1, 10**12):
+        with pytest.raises(ConfigError, match=rf"^command line: {field} = {beyond}: Input should be (less|gr|a valid)"):
+            load_recipe(path, {field: str(beyond)})
+
+
+@pytest.mark.parametrize("flag, text", [
+    ("eval.batch_sizes", "[65537]"), ("eval.tree.paths", f"[{[0] * 129}]"), ("roi.draft_lengths", "[129]"),
+    ("roi.batches", "[65537]"), ("eval.server.concurrency", "[65537]"), ("train.epochs", "1e12")])
+def test_numbers_in_lists_are_bounded(tmp_path, flag, text):
+    path = tmp_path / "r.yaml"
+    path.write_text("name: x")
+    with pytest.raises(ConfigError, match=f"^command line: {flag}"):
+        load_recipe(path, {flag: text})
+
+
+def test_the_largest_seed_is_one_to_every_generator():
+    """Mixed with step, micro-batch and rank too, on as many ranks as there are."""
+    seed = 2**32 - 1
+    np.random.seed(seed)
+    np.random.default_rng(seed)
+    accelerator = SimpleNamespace(num_processes=4096, process_index=4095)
+    trainer = SimpleNamespace(section=SimpleNamespace(seed=seed), accelerator=accelerator)
+    drawn = {Trainer.noise_seed(trainer, step, index) for step in (0, 1, 10**6) for index in (0, 65_535)}
+    assert len(drawn) == 6
+    for one in (*drawn, seed * 1_000_003 + 10_000, seed + 2**31):
+        torch.Generator().manual_seed(one)
+    two = SimpleNamespace(num_processes=2, process_index=1)
+    small = SimpleNamespace(section=SimpleNamespace(seed=3), accelerator=two)
+    assert Trainer.noise_seed(small, 5, 1) == ((3 * 1_000_003 + 5) * 64 + 1) * 2 + 1
