@@ -17,7 +17,7 @@ from recipes.errors import RunError
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` when the block ends: a reader sees the old content or the new,
-    never a part. Nothing is left where the block raises; an OSError names `path`."""
+    never a part. Nothing is left where the block raises; an OSError of the file names `path`."""
     temporary = path.with_name(f".{path.name}.{token_hex(4)}.tmp")  # processes of two machines may have one number
     try:
         with open(temporary, "wb") as f:
@@ -26,7 +26,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write that fails (a full disk) names no file
+        # A write that fails (a full disk) names no file; what the block reads elsewhere fails by its own name.
+        elsewhere = error.errno is None or isinstance(error, (ConnectionError, TimeoutError))
+        if not (elsewhere or error.filename):
+            error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)

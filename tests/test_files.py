@@ -28,6 +28,20 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, step):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
 
 
+@pytest.mark.parametrize("error, named", [
+    (OSError(errno.ENOSPC, "full"), True), (ConnectionError("no way to the host"), False),
+    (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), False), (TimeoutError(errno.ETIMEDOUT, "late"), False),
+    (OSError("no number"), False)])
+def test_only_an_error_of_the_file_names_it(tmp_path, error, named):
+    """A block may fail to read from elsewhere what it writes: that is not the file's fault."""
+    before = str(error)
+    with pytest.raises(OSError) as raised, replacing(tmp_path / "a"):
+        raise error
+    assert raised.value is error and error.filename == (str(tmp_path / "a") if named else None)
+    assert named or str(error) == before
+    assert not list(tmp_path.iterdir())
+
+
 def test_content_is_complete_before_the_name_appears(tmp_path, monkeypatch):
     """Data first, fsynced, then the rename, then the folder's fsync."""
     seen, fsync, replace = [], os.fsync, os.replace
