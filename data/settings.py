@@ -1,8 +1,6 @@
 """What decides the content of a trace folder, and the claim that ties a folder to it."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from data.backends.registry import content_settings
 from data.intake import evaluation_sets, sources_of
 from data.rows import describe_source
 from drafters.target import Target
-from recipes.errors import NO_SPACE, ConfigError, RunError
-from recipes.files import write_json
+from recipes.errors import ConfigError, RunError
+from recipes.files import write_json, written
 from recipes.provenance import difference
 from recipes.schema import Recipe, Trace
 
@@ -63,7 +61,7 @@ def explicit(settings: dict[str, Any]) -> dict[str, Any]:
 
 def make_folders(folder: Path) -> None:
     """The trace folder and its parts. ConfigError where it cannot be written."""
-    with writing(folder):
+    with written(folder):
         for part in ("prompts", "answers", "shards"):
             (folder / part).mkdir(parents=True, exist_ok=True)
 
@@ -96,24 +94,13 @@ def read_settings(path: Path, folder: Path) -> dict[str, Any]:
     return stored
 
 
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """ConfigError where the trace folder cannot be written, unless the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise
-        raise ConfigError(f"{folder}: cannot write there: {error.strerror}") from None
-
-
 def claim(folder: Path, settings: dict[str, Any]) -> bool:
     """Takes the folder for these settings, or says which setting an earlier run had otherwise. True where nothing was
     collected there yet. To be called by one run at a time, before it changes anything else there."""
     path = folder / "settings.json"
     empty = not {".json", ".jsonl"} & {p.suffix for p in folder.glob("*/*")}
     if empty:
-        with writing(folder):
+        with written(folder):
             write_json(path, settings)
     earlier = read_settings(path, folder)
     changed = difference(explicit(earlier), explicit(settings))

@@ -6,8 +6,7 @@ import json
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_origin
@@ -15,9 +14,10 @@ from typing import Any, get_origin
 import yaml
 
 from recipes.errors import INTERRUPTED, MAKE_ROOM, NO_SPACE, ConfigError, DrafthouseError, RunError
-from recipes.files import write_text
+from recipes.files import write_text, written
 from recipes.launched import end_process
 from recipes.loader import dump_values, flags, load_options, load_recipe
+from recipes.plain import read
 from recipes.schema import Recipe
 
 DEFAULT_RECIPE = "recipes/smollm2-135m/eagle3-demo.yaml"
@@ -187,20 +187,7 @@ def write_resolved(recipe: Recipe, sections: Collection[str] = ()) -> None:
 def earlier_recipe(path: Path) -> dict[str, Any]:
     """What a stage before wrote; nothing where it cannot be read."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-@contextmanager
-def written(folder: Path) -> Iterator[None]:
-    """ConfigError where the folder cannot be written, unless the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise
-        raise ConfigError(f"{folder}: cannot write the run's folder: {error.strerror}") from None
-
-

@@ -11,7 +11,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, BinaryIO
 
-from recipes.errors import RunError
+from recipes.errors import NO_SPACE, ConfigError, RunError
 
 
 @contextmanager
@@ -37,6 +37,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """ConfigError where a folder of the run cannot be written, unless the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise
+        raise ConfigError(f"{folder}: cannot write the run's folder: {error.strerror or error}; make it writable, or "
+                          "name another place with runs_dir or name") from None
+
+
+@contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Held by one process of this machine at a time; a process that dies lets go."""
     with open(folder / ".lock", "wb") as f:
@@ -47,12 +59,14 @@ def locked(folder: Path) -> Iterator[None]:
 @contextmanager
 def alone(folder: Path, several: bool = False) -> Iterator[None]:
     """Held while a run writes into the folder. RunError where another process holds it; one that dies lets go.
+    ConfigError where the folder cannot be written.
     several: other processes of this run hold it too (`beside`), so it is free only when all of them have ended.
     A file system without locks guards nothing."""
     path = folder / ".lock"
     with ExitStack() as held:
         while True:
-            f = held.enter_context(open(path, "wb"))
+            with written(folder):
+                f = held.enter_context(open(path, "wb"))
             try:
                 _lock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

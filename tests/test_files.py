@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.errors import RunError
+from recipes import files
+from recipes.errors import ConfigError, RunError
 from recipes.files import alone, replacing, sha256_file, sha256_json, write_bytes, write_json, write_text
 
 
@@ -110,6 +111,20 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path):
     with alone(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number, raised", [(errno.EROFS, ConfigError), (errno.EACCES, ConfigError),
+                                            (errno.ENOSPC, OSError), (errno.EDQUOT, OSError)])
+def test_a_folder_that_cannot_be_held(tmp_path, monkeypatch, number, raised):
+    """A folder that cannot be written is the user's to mend; a full disk keeps its own message."""
+    def failing(path, mode):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(files, "open", failing, raising=False)
+    with pytest.raises(raised, match=os.strerror(number)) as error, alone(tmp_path):
+        pass
+    if raised is ConfigError:
+        assert str(error.value).startswith(f"{tmp_path}: cannot write the run's folder: ")
 
 
 def test_a_folder_is_free_when_the_last_process_of_a_run_has_ended(tmp_path):

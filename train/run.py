@@ -26,7 +26,7 @@ from drafters.target import Target
 from drafters.tensor_parallel import ShardedTarget
 from recipes.cli import Command, process, run_folder, write_resolved
 from recipes.errors import ConfigError
-from recipes.files import alone, write_json
+from recipes.files import alone, write_json, written
 from recipes.provenance import stamp
 from recipes.schema import Recipe
 from train import optim
@@ -109,7 +109,8 @@ def at_work(accelerator: Accelerator, folder: Path) -> Iterator[None]:
     held = ExitStack()
 
     def take() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with written(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         held.enter_context(alone(folder))
 
     try:
