@@ -120,19 +120,24 @@ def flags(cls: type, prefix: str = "") -> list[tuple[str, Any, str]]:
 
 
 def read_yaml(path: Path, what: str = "recipe") -> dict[str, Any]:
-    """One YAML mapping; `what`: what the file should be. Raises ConfigError naming the file where it is missing,
-    unreadable, not a mapping, or not plain (recipes/plain.py)."""
+    """One YAML mapping; `what`: what the file should be. Raises ConfigError as `yaml_value`, and where it is none."""
+    values = yaml_value(path, what)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a {what} is a mapping of sections; this file holds {type(values).__name__}")
+    return values
+
+
+def yaml_value(path: Path, what: str) -> Any:
+    """The value of a YAML file. Raises ConfigError naming the file where it is missing, unreadable, or not plain
+    (recipes/plain.py)."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read this {what}: {getattr(error, 'strerror', None) or error}") from None
     try:
-        values = read(text)
+        return read(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {'' if isinstance(error, Refused) else 'not valid YAML: '}{said(error)}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a {what} is a mapping of sections; this file holds {type(values).__name__}")
-    return values
 
 
 def texts(cls: type, prefix: str = "") -> dict[str, bool]:
