@@ -1,6 +1,5 @@
 """A drafter on disk: drafter.safetensors (trained parameters, vocabulary maps) and drafter.json (shape, origin)."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from recipes.files import sha256_json, sync_folder, write_json
 FORMAT = "drafthouse.drafter/1"
 WEIGHTS, META = "drafter.safetensors", "drafter.json"
 BEST = "best.json"
+MOST_STEPS = 10**12
 FORM = {"kind": str, "options": dict, "shape": dict, "layers": list, "target": dict}
 
 
@@ -39,12 +39,17 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def best(folder: Path) -> Path:
-    """The run's checkpoint with the best replayed acceptance. ConfigError where nothing was trained."""
+    """The run's checkpoint with the best replayed acceptance. ConfigError where nothing was trained, or where best.json
+    is damaged."""
+    path, mend = folder / BEST, "run `make train` again, which writes it anew"
+    if not path.is_file():
+        raise ConfigError(f"{path}: no trained drafter here; run `make train` first, or set drafter.path")
     try:
-        step = json.loads((folder / BEST).read_text(encoding="utf-8"))["step"]
-    except (OSError, ValueError, KeyError):
-        raise ConfigError(f"{folder / BEST}: no trained drafter here; run `make train` first, "
-                          "or set drafter.path") from None
+        step = read_config(path).get("step")
+    except ConfigError as error:
+        raise ConfigError(f"{folder}/{error}: damaged; {mend}") from None
+    if type(step) is not int or not 0 <= step < MOST_STEPS:
+        raise ConfigError(f"{path}: step = {step!r:.80}: damaged, names no checkpoint; {mend}")
     return path_of(folder, step)
 
 

@@ -24,6 +24,7 @@ from drafters.target import Target, require_chat_template
 from drafters.tree import chain
 from eval import breakdown, timing
 from eval.adapt import measured_choice
+from eval.curve import read_curve
 from eval.decode import Decoder, Output
 from eval.earlier import STACK, key_of, read_report, sets_sha256
 from eval.figures import arrivals, by_set, per_pass, spread, statistics
@@ -251,12 +252,6 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """Validations of the training run; empty for a drafter that was trained elsewhere."""
-    path = folder / "checkpoints" / "curve.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-
-
 def evaluated(recipe: Recipe, again: bool) -> tuple[dict[str, Any], Path]:
     """The report of the recipe's evaluation, made now or found finished, and its folder."""
     check_tracker(recipe.eval.tracker)
@@ -270,8 +265,9 @@ def evaluated(recipe: Recipe, again: bool) -> tuple[dict[str, Any], Path]:
     if report is not None:
         print(f"evaluation of {report['stack']['time']} found finished; --again measures anew")
     else:
+        curve = read_curve(evaluation.folder) if evaluation.opened.folder else []  # before the work that it could cost
         report = evaluation.run()
-        write_report(report, read_curve(evaluation.folder) if evaluation.opened.folder else [], folder)
+        write_report(report, curve, folder)
         log_figures(recipe, report, evaluation.folder)
     return report, folder
 
