@@ -79,7 +79,7 @@ def chosen(section: Section, run: Path, target: Target) -> Path:
         checkpoint.check_target({"target": found.target}, fingerprint, str(folder))
     stated = {key: value for key, value in section.options.items() if key in found.unsaid}
     options = resolve(found, stated, target, "keep", str(folder))
-    out = run / "imported" / sha256_json([digest, fingerprint, options])[:16]
+    out = run / checkpoint.IMPORTED / sha256_json([digest, fingerprint, options])[:16]
     if not (out / checkpoint.META).is_file():
         convert(found, options, layers, target, out, {"model": target.section.model, "fingerprint": fingerprint})
     return out
@@ -108,6 +108,7 @@ def convert(found: Imported, options: dict[str, Any], layers: list[int], target:
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         checkpoint.save(temporary, drafter.tensors(), {**drafter.meta(), "target": origin})
+        checkpoint.seal(temporary)
         os.replace(temporary, out)
         sync_folder(out.parent)
     finally:

@@ -16,7 +16,7 @@ from eval.live_figures import Measured, Record
 from eval.live_page import write_live
 from eval.live_report import Earlier, Found, ids_sha256, report_of
 from eval.live_texts import Texts, classify, compared
-from eval.track import log_figures
+from eval.track import check_tracker, log_figures
 from recipes.cli import run_folder, write_resolved
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, write_text
@@ -78,11 +78,26 @@ async def measured(live: Live, earlier: Earlier | None) -> tuple[Side, Side | No
             return side, other, levels, texts
 
 
+def place_of(recipe: Recipe) -> Path:
+    """The folder that the recipe's evaluation writes its report to; a running server has one of its own, so that one
+    may be measured beside another. ConfigError for settings that name none."""
+    check_tracker(recipe.eval.tracker)
+    if not of_a_server(recipe):
+        return run_folder(recipe) / "eval"
+    check_settings(recipe.eval.server)
+    return run_folder(recipe) / "eval" / recipe.eval.server.label
+
+
+def of_a_server(recipe: Recipe) -> bool:
+    """Whether a running server is evaluated, and nothing decoded here."""
+    server = recipe.eval.server
+    return bool(server.base_url or server.baseline_url or server.baseline_report)
+
+
 def evaluated_live(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     """The report of the server that the recipe names, and its folder. Always measured anew: a server has no state that
-    could be recognised."""
+    could be recognised. `place_of` has accepted its settings."""
     section = recipe.eval
-    check_settings(section.server)
     folder = run_folder(recipe) / "eval"
     out = folder / section.server.label
     sets = read_sets(section, folder / "sets", recipe.prompts.max_bad_share)

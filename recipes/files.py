@@ -87,6 +87,18 @@ def alone(folder: Path, several: bool = False) -> Iterator[None]:
 
 
 @contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """`alone` for a stage whose output a folder is: the folder is made, and goes again where nothing was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with alone(folder):
+            yield
+    finally:
+        with suppress(OSError):  # not empty
+            folder.rmdir()
+
+
+@contextmanager
 def beside(folder: Path) -> Iterator[None]:
     """Held by the other processes of a run, after one of them holds `alone`."""
     with open(folder / ".lock", "rb") as f:

@@ -57,6 +57,7 @@ class Trainer:
         path = checkpoints.latest(self.accelerator, self.folder)
         if path is None:
             return False
+        checkpoints.check_whole(self.accelerator, path)
         self.progress = checkpoints.read_progress(path, self.parts.settings, self.parts.split)
         if self.accelerator.is_main_process:
             checkpoints.point_best(self.folder, self.progress)
