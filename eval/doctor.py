@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -30,7 +29,7 @@ from eval.witnesses import Evidence, engine, loop, second_reader, training
 from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, write_json
-from recipes.schema import Recipe, opt
+from recipes.schema import PositiveInt, Recipe, opt
 
 SCHEMA = "drafthouse.doctor/1"
 

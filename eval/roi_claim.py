@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from eval.roi_names import draft_of, hardware_named
 from recipes import money
@@ -14,7 +14,7 @@ from recipes.hardware import Hardware
 from recipes.loader import of_flag, parse_into, yaml_value
 from recipes.model_shape import ModelShape
 from recipes.named_shapes import named, short_shape
-from recipes.schema import Share, opt
+from recipes.schema import NonNegativeInt, PositiveInt, Share, opt
 from recipes.speculation import Draft, kept_if_independent
 
 Kept = Annotated[float, Field(ge=1)]

@@ -5,13 +5,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from eval import roi_refuse as refuse
 from eval.roi_plan import PLAIN, Method, Planner, Point, check
 from recipes.errors import ConfigError
 from recipes.loader import parse_into, yaml_value
-from recipes.schema import opt
+from recipes.schema import PositiveInt, opt
 
 
 @dataclass

@@ -88,8 +88,10 @@ def alone(folder: Path, several: bool = False) -> Iterator[None]:
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """`alone` for a stage whose output a folder is: the folder is made, and goes again where nothing was written."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """`alone` for a stage whose output a folder is: the folder is made, and goes again where nothing was written.
+    ConfigError where it cannot be."""
+    with written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         with alone(folder):
             yield
