@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import NonNegativeInt, PositiveInt
-
 from bench.generate import same_answers
 from bench.material import Stock, evaluation_ids, open_target
 from bench.rows import Result, Row, own, ratio_rows
@@ -28,7 +26,7 @@ from eval.decode import Decoder, Output
 from eval.metrics import Acceptance
 from eval.run import per_pass
 from recipes.schema import Drafter as Section
-from recipes.schema import Recipe, opt
+from recipes.schema import NonNegativeInt, PositiveInt, Recipe, opt
 
 WARM_TOKENS = 4
 CONTEXT = 200  # cached tokens at which steps are timed

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from data.backends.units import unit_intact
 from data.codec import DTYPES, scaled
 from data.settings import explicit
 from data.store import FORMAT, final_positions, list_intact
@@ -215,6 +216,8 @@ def strays(folder: Path, names: list[str] | None) -> list[Fault]:
             unit = read_object(path)
             if lacking(unit, {"key": str, "answers": list}):
                 faults.append(Fault(file, "", "torn or not a unit of answers"))
+            elif not unit_intact(unit):
+                faults.append(Fault(file, "", "edited since it was written"))
         elif (path.parent.name == "shards" and path.suffix in (".json", ".safetensors")
               and names is not None and path.stem not in names):
             faults.append(Fault(file, "", "shard that the manifest does not name"))

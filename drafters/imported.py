@@ -6,7 +6,7 @@ Only safetensors and JSON are read; nothing that the folder says names a program
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from drafters.source import find, read
 from drafters.target import Target
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, sha256_json, sync_folder
+from recipes.provenance import difference
 from recipes.schema import Drafter as Section
 
 FIELD = "drafter.path"
@@ -60,12 +61,13 @@ def chosen(section: Section, run: Path, target: Target) -> Path:
     layers. Raises ConfigError naming file, key and value where it is of another kind than drafter.kind, does not fit
     the target, or was made for another.
     """
-    own = not section.path or (Path(section.path) / checkpoint.META).is_file()
-    folder = checkpoint.chosen(section.path, run) if own else find(section.path, FIELD)
+    if not section.path:
+        own = checkpoint.best(run / "checkpoints")
+        check_own(section, checkpoint.read_meta(own), own)
+        return own
+    folder = Path(section.path) if (Path(section.path) / checkpoint.META).is_file() else find(section.path, FIELD)
     if (folder / checkpoint.META).is_file():
         same_kind(checkpoint.read_meta(folder)["kind"], section, folder)
-        return folder
-    if own:
         return folder
     found, digest = read(folder, FIELD)
     same_kind(found.kind, section, folder)
@@ -76,10 +78,22 @@ def chosen(section: Section, run: Path, target: Target) -> Path:
         checkpoint.check_target({"target": found.target}, fingerprint, str(folder))
     stated = {key: value for key, value in section.options.items() if key in found.unsaid}
     options = resolve(found, stated, target, "keep", str(folder))
-    out = run / "imported" / sha256_json([digest, fingerprint, options])[:16]
+    out = run / checkpoint.IMPORTED / sha256_json([digest, fingerprint, options])[:16]
     if not (out / checkpoint.META).is_file():
         convert(found, options, layers, target, out, {"model": target.section.model, "fingerprint": fingerprint})
     return out
+
+
+def check_own(section: Section, meta: dict[str, Any], folder: Path) -> None:
+    """ConfigError where the run's own checkpoint was trained as another drafter than the recipe's, whose record and
+    export would then say what is not in them. What it started from may have decided options that are not stated."""
+    same_kind(meta["kind"], section, folder)
+    now, earlier = (asdict(options_of(section.kind, options)) for options in (section.options, meta["options"]))
+    stated = section.options if section.init_from else now
+    changed = difference({key: earlier[key] for key in stated}, {key: now[key] for key in stated})
+    if changed:
+        raise ConfigError(f"{folder}: trained with other settings: drafter.options.{changed}; go back to those, or use "
+                          "another `name` and train")
 
 
 def convert(found: Imported, options: dict[str, Any], layers: list[int], target: Target, out: Path,
@@ -91,6 +105,7 @@ def convert(found: Imported, options: dict[str, Any], layers: list[int], target:
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         checkpoint.save(temporary, drafter.tensors(), {**drafter.meta(), "target": origin})
+        checkpoint.seal(temporary)
         os.replace(temporary, out)
         sync_folder(out.parent)
     finally:

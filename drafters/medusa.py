@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
 from drafters import vocab
@@ -28,7 +28,7 @@ from drafters.unrolled import Aim, Chains, gather, unrolled_loss
 from recipes.draft_cost import MedusaSize
 from recipes.errors import ConfigError
 from recipes.model_shape import ModelShape
-from recipes.schema import opt
+from recipes.schema import NonNegativeInt, opt
 
 MOST_HEADS, MOST_BLOCKS = 5, 4
 # Acceptance lengths that `make plan` takes for the worst and the best case, and why these.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -30,10 +29,10 @@ from eval.figures import spread
 from eval.plans import check_longest
 from eval.ship import check_formats, exports_here, loaded_by_vllm
 from eval.witnesses import Evidence, engine, loop, second_reader, training
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, write_json
-from recipes.schema import Recipe, opt
+from recipes.schema import PositiveInt, Recipe, opt
 
 SCHEMA = "drafthouse.doctor/1"
 
@@ -96,7 +95,7 @@ def examine_here(recipe: Recipe, options: Options, folder: Path) -> tuple[list[E
 def main(recipe: Recipe, switches: set[str], options: Options) -> None:
     if options.python and not shutil.which(options.python):
         raise ConfigError(f"--python {options.python}: no such program")
-    folder = run_dir(recipe)
+    folder = run_folder(recipe)
     with stoppable():
         evidence = examine(recipe, options, folder)
     findings = compare_all(evidence, recipe.eval.gap_tolerance)

@@ -16,8 +16,8 @@ from eval.live_figures import Measured, Record
 from eval.live_page import write_live
 from eval.live_report import Earlier, Found, ids_sha256, report_of
 from eval.live_texts import Texts, classify, compared
-from eval.track import log_figures
-from recipes.cli import run_dir
+from eval.track import check_tracker, log_figures
+from recipes.cli import run_folder, write_resolved
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, write_text
 from recipes.schema import Recipe
@@ -78,15 +78,30 @@ async def measured(live: Live, earlier: Earlier | None) -> tuple[Side, Side | No
             return side, other, levels, texts
 
 
+def place_of(recipe: Recipe) -> Path:
+    """The folder that the recipe's evaluation writes its report to; a running server has one of its own, so that one
+    may be measured beside another. ConfigError for settings that name none."""
+    check_tracker(recipe.eval.tracker)
+    if not of_a_server(recipe):
+        return run_folder(recipe) / "eval"
+    check_settings(recipe.eval.server)
+    if recipe.eval.acceptance != "exact":
+        raise ConfigError(f"eval.acceptance = {recipe.eval.acceptance}: is a rule of the loop here; a server has its "
+                          "own: set it to exact")
+    return run_folder(recipe) / "eval" / recipe.eval.server.label
+
+
+def of_a_server(recipe: Recipe) -> bool:
+    """Whether a running server is evaluated, and nothing decoded here."""
+    server = recipe.eval.server
+    return bool(server.base_url or server.baseline_url or server.baseline_report)
+
+
 def evaluated_live(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     """The report of the server that the recipe names, and its folder. Always measured anew: a server has no state that
-    could be recognised."""
+    could be recognised. `place_of` has accepted its settings."""
     section = recipe.eval
-    check_settings(section.server)
-    if section.acceptance != "exact":
-        raise ConfigError(f"eval.acceptance = {section.acceptance}: is a rule of the loop here; a server has its own: "
-                          "set it to exact")
-    folder = run_dir(recipe) / "eval"
+    folder = run_folder(recipe) / "eval"
     out = folder / section.server.label
     sets = read_sets(section, folder / "sets", recipe.prompts.max_bad_share)
     works, dropped = asks_of(sets)
@@ -98,6 +113,7 @@ def evaluated_live(recipe: Recipe) -> tuple[dict[str, Any], Path]:
                               "the two another eval.server.label")
         earlier = read_earlier(path, {"prompts_sha256": sets_sha256(sets), "max_tokens": section.max_tokens})
     found = Found(recipe, sets, dropped, earlier, *asyncio.run(measured(Live(section, works), earlier)))
+    write_resolved(recipe, ["eval"])
     report, lines = report_of(found, folder)
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / REQUESTS, "".join(json.dumps(line) + "\n" for line in lines))

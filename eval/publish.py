@@ -29,7 +29,7 @@ from eval.public import check_words, public_recipe, public_report
 from eval.ship import CHECK, digests, evaluated_as, proven
 from eval.upload import Uploader, check_endpoint
 from eval.verdict import lossless_fault
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError, RunError
 from recipes.files import replacing, sha256_json, write_json, write_text
 from recipes.schema import Recipe, opt
@@ -115,7 +115,7 @@ class Publication:
             raise ConfigError(f"REPO={options.repo!r}: must be org/name of letters, digits, dots, dashes, underscores")
         check_endpoint(options.endpoint)
         self.recipe, self.options, self.switches = recipe, options, switches
-        self.run = run_dir(recipe)
+        self.run = run_folder(recipe)
         self.format = layout_of(recipe, options.format)
         self.source = self.run / "export" / self.format
         self.terms = target_terms(recipe.target.model, options.base_model, options.target_licence, options.endpoint,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import NonNegativeFloat, NonNegativeInt
+from pydantic import NonNegativeFloat
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +24,7 @@ from eval.roi_worth import worth
 from recipes.cli import Command, process
 from recipes.errors import ConfigError, RunError
 from recipes.files import write_json, write_text
-from recipes.schema import Recipe, opt
+from recipes.schema import NonNegativeInt, Recipe, opt
 
 
 @dataclass

@@ -4,18 +4,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from eval.roi_names import draft_of, hardware_named
 from recipes import money
 from recipes.cost import Format
 from recipes.errors import ConfigError
 from recipes.hardware import Hardware
-from recipes.loader import parse_into
+from recipes.loader import of_flag, parse_into, yaml_value
 from recipes.model_shape import ModelShape
 from recipes.named_shapes import named, short_shape
-from recipes.schema import Share, opt
+from recipes.schema import NonNegativeInt, PositiveInt, Share, opt
 from recipes.speculation import Draft, kept_if_independent
 
 Kept = Annotated[float, Field(ge=1)]
@@ -144,18 +143,12 @@ def _of_words(words: list[str]) -> dict[str, Any]:
     for key, _, text in (word.partition("=") for word in words):
         if key in found:
             raise ConfigError(f"command line: {key}: given twice")
-        try:
-            found[key] = text if key in texts else yaml.safe_load(text)
-        except yaml.YAMLError:
-            found[key] = text
+        found[key] = text if key in texts else of_flag(key, text)
     return found
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: no claim can be read: {getattr(error, 'strerror', None) or error}") from None
+    values = yaml_value(path, "claim")
     if not isinstance(values, (list, dict)) or not values:
         raise ConfigError(f"{path}: holds no claim; it must be a mapping of figures, or a list of such mappings")
     return values if isinstance(values, list) else [values]

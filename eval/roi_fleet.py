@@ -5,14 +5,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from eval import roi_refuse as refuse
 from eval.roi_plan import PLAIN, Method, Planner, Point, check
 from recipes.errors import ConfigError
-from recipes.loader import parse_into
-from recipes.schema import opt
+from recipes.loader import parse_into, yaml_value
+from recipes.schema import PositiveInt, opt
 
 
 @dataclass
@@ -33,10 +32,7 @@ class Workload:
 
 def read_fleet(path: Path) -> list[Workload]:
     """ConfigError for anything but a list of workloads with a name, a demand and a report each."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    values = yaml_value(path, "list of workloads")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{path}: must be a list of workloads")
     found = [parse_into(Workload, item, f"{path}: workload {number}") for number, item in enumerate(values)]

@@ -24,6 +24,7 @@ from drafters.target import Target, require_chat_template
 from drafters.tree import chain
 from eval import breakdown, timing
 from eval.adapt import measured_choice
+from eval.curve import read_curve
 from eval.decode import Decoder, Output
 from eval.earlier import STACK, key_of, read_report, sets_sha256
 from eval.figures import arrivals, by_set, per_pass, spread, statistics
@@ -31,18 +32,18 @@ from eval.gate import Gate, Options, broken
 from eval.gate import lines as gate_lines
 from eval.live_page import markdown as live_markdown
 from eval.live_page import summary_lines as live_summary_lines
-from eval.live_run import evaluated_live
+from eval.live_run import evaluated_live, of_a_server, place_of
 from eval.lossless import compare_greedy, sampling_report
 from eval.plans import check_longest, described, plan_of, room_of, rule_of
 from eval.rejections import entropy_figures, frequent
 from eval.report import summary_lines, write_report
 from eval.rows import Asking, Row
 from eval.summary import markdown
-from eval.track import check_tracker, log_figures
+from eval.track import log_figures
 from eval.verdict import decide, lossless_fault
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder, write_resolved
 from recipes.errors import ConfigError, RunError
-from recipes.files import sha256_json, write_json, write_text
+from recipes.files import one_at_a_time, sha256_json, write_json, write_text
 from recipes.provenance import stamp
 from recipes.schema import Recipe
 
@@ -53,7 +54,7 @@ class Evaluation:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.section = recipe, recipe.eval
         self.began = stamp(asdict(recipe))
-        self.folder = run_dir(recipe)
+        self.folder = run_folder(recipe)
         self.sets = read_sets(recipe.eval, self.folder / "eval" / "sets", recipe.prompts.max_bad_share)
         shown = entry(recipe.drafter.kind).shown(recipe.trace.layers)
         self.target = Target(on_one_process(recipe.target), shown)
@@ -258,26 +259,20 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """Validations of the training run; empty for a drafter that was trained elsewhere."""
-    path = folder / "checkpoints" / "curve.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-
-
 def evaluated(recipe: Recipe, again: bool) -> tuple[dict[str, Any], Path]:
     """The report of the recipe's evaluation, made now or found finished, and its folder."""
-    check_tracker(recipe.eval.tracker)
-    server = recipe.eval.server
-    if server.base_url or server.baseline_url or server.baseline_report:
+    if of_a_server(recipe):
         return evaluated_live(recipe)
     evaluation = Evaluation(recipe)
+    write_resolved(recipe, ["eval"])
     folder = evaluation.folder / "eval"
     report = None if again else evaluation.finished()
     if report is not None:
         print(f"evaluation of {report['stack']['time']} found finished; --again measures anew")
     else:
+        curve = read_curve(evaluation.folder) if evaluation.opened.folder else []  # before the work that it could cost
         report = evaluation.run()
-        write_report(report, read_curve(evaluation.folder) if evaluation.opened.folder else [], folder)
+        write_report(report, curve, folder)
         log_figures(recipe, report, evaluation.folder)
     return report, folder
 
@@ -285,13 +280,20 @@ def evaluated(recipe: Recipe, again: bool) -> tuple[dict[str, Any], Path]:
 def main(recipe: Recipe, switches: set[str], options: Options) -> None:
     gate = Gate.read(options)
     if options.report:
-        report, folder = read_report(Path(options.report)), None
-    else:
+        conclude(gate, read_report(Path(options.report)), Path(options.report), None)
+        return
+    with one_at_a_time(place_of(recipe)):
         report, folder = evaluated(recipe, "again" in switches)
+        conclude(gate, report, folder / "report.html", folder)
+
+
+def conclude(gate: Gate | None, report: dict[str, Any], page: Path, folder: Path | None) -> None:
+    """Prints what was found and judges it. folder: where the judgement is written; None for a report that was read.
+    RunError where the gate is broken, or the drafter not lossless."""
     live = "server" in report  # of a running server; nothing was decoded here
     for line in live_summary_lines(report) if live else summary_lines(report):
         print(line)
-    print(f"report: {folder / 'report.html' if folder else options.report}")
+    print(f"report: {page}")
     judged = gate.judge(report) if gate else []
     if gate:
         print("\n".join([f"gate: {gate.path}, reference {gate.reference_path or 'none'}", *gate_lines(judged)]))

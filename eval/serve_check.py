@@ -21,7 +21,7 @@ from drafters.target import Target
 from eval.engine_run import Answers, Job, job_for, offline, over_http, stoppable
 from eval.plans import in_words
 from eval.ship import CHECK, check_formats, digests, evaluated_as, loaded_by_vllm, proven
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, sha256_json, write_json
 from recipes.schema import Recipe, opt
@@ -196,7 +196,7 @@ def check(recipe: Recipe, options: Options, folder: Path, say=print) -> dict[str
 
 
 def main(recipe: Recipe, switches: set[str], options: Options) -> None:
-    folder = run_dir(recipe)
+    folder = run_folder(recipe)
     with stoppable():
         report = check(recipe, options, folder)
     path = folder / "serve" / "report.json"

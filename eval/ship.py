@@ -32,9 +32,9 @@ from eval.plans import check_longest
 from eval.reader import read_acceptance
 from eval.replay import walk
 from eval.witnesses import answer_of, row_prompt, walked
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder, write_resolved
 from recipes.errors import ConfigError, RunError
-from recipes.files import sha256_file, sha256_json, write_json
+from recipes.files import one_at_a_time, sha256_file, sha256_json, write_json
 from recipes.schema import Recipe
 
 CHECK = "check.json"
@@ -218,15 +218,22 @@ def main(recipe: Recipe, switches: set[str]) -> None:
     check_formats(recipe)
     if not recipe.export.formats:
         raise ConfigError(f"export.formats = []: known layouts: {', '.join(LAYOUTS)}")
-    folder = run_dir(recipe)
+    folder = run_folder(recipe)
+    with one_at_a_time(folder / "export"):
+        export_all(recipe, folder, again="check" in switches)
+
+
+def export_all(recipe: Recipe, folder: Path, again: bool) -> None:
+    """Every layout of export.formats, in a run's folder whose exports are this process's alone."""
     read = entry(recipe.drafter.kind)
     target = Target(on_one_process(recipe.target), read.shown(recipe.trace.layers))
     imported.chosen(recipe.drafter, folder, target)  # taps the target where the drafter says it is to be tapped
     layers = target.layers
     if not recipe.drafter.path and read.reads == "taps":
         layers = open_manifest(recipe.trace, folder)["layers"]
+    write_resolved(recipe, ["export"])
     for layout in recipe.export.formats:
-        export(recipe, folder, layout, target, layers, again="check" in switches)
+        export(recipe, folder, layout, target, layers, again)
 
 
 COMMAND = Command("make export", "Writes a trained drafter in the layouts that engines load.", main,

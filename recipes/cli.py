@@ -6,16 +6,18 @@ import json
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import get_origin
+from typing import Any, get_origin
+
+import yaml
 
 from recipes.errors import INTERRUPTED, MAKE_ROOM, NO_SPACE, ConfigError, DrafthouseError, RunError
-from recipes.files import write_text
+from recipes.files import write_text, written
 from recipes.launched import end_process
-from recipes.loader import dump_recipe, flags, load_options, load_recipe
+from recipes.loader import dump_values, flags, load_options, load_recipe
+from recipes.plain import read
 from recipes.schema import Recipe
 
 DEFAULT_RECIPE = "recipes/smollm2-135m/eagle3-demo.yaml"
@@ -170,28 +172,22 @@ def run_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def write_resolved(recipe: Recipe) -> None:
-    """Writes the resolved recipe into the run's folder: by a stage that has accepted it, never before."""
-    folder = Path(recipe.runs_dir) / recipe.name
-    with written(folder):
-        write_text(folder / "recipe.yaml", dump_recipe(recipe))
+def write_resolved(recipe: Recipe, sections: Collection[str] = ()) -> None:
+    """Writes the resolved recipe into the run's folder: by a stage that has accepted it, never before. Where there is
+    one already, only these sections of it (empty: all): the others say what earlier stages worked with."""
+    path = Path(recipe.runs_dir) / recipe.name / "recipe.yaml"
+    values = asdict(recipe)
+    if sections and path.is_file():
+        earlier = earlier_recipe(path)
+        values = {name: value if name in sections else earlier.get(name, value) for name, value in values.items()}
+    with written(path.parent):
+        write_text(path, dump_values(values))
 
 
-def run_dir(recipe: Recipe) -> Path:
-    """runs/<name>/, created, with the resolved recipe written into it."""
-    folder = run_folder(recipe)
-    write_resolved(recipe)
-    return folder
-
-
-@contextmanager
-def written(folder: Path) -> Iterator[None]:
-    """ConfigError where the folder cannot be written, unless the disk is full."""
+def earlier_recipe(path: Path) -> dict[str, Any]:
+    """What a stage before wrote; nothing where it cannot be read."""
     try:
-        yield
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise
-        raise ConfigError(f"{folder}: cannot write the run's folder: {error.strerror}") from None
-
-
+        values = read(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}

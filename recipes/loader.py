@@ -17,15 +17,18 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from recipes.errors import ConfigError
+from recipes.plain import DEEPEST, Refused, read, said, shown
 from recipes.schema import Recipe
+
+LISTS = (list, tuple)
 
 
 def parse_into(cls: type, values: dict[str, Any], where: str, flagged: Iterable[str] = ()) -> Any:
     """Builds dataclass `cls` from plain values. `where` names their file in an error; values of the dotted names
     `flagged` came from the command line.
 
-    Raises ConfigError for an unknown key (naming the nearest valid one), a value of the wrong type, or a number that is
-    not finite.
+    Raises ConfigError for an unknown key (naming the nearest valid one), a value of the wrong type, a number that is
+    not finite, or a text that no file can be named by.
     """
     check_keys(cls, values, where, "", flagged)
     try:
@@ -33,22 +36,39 @@ def parse_into(cls: type, values: dict[str, Any], where: str, flagged: Iterable[
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{source(where, key, flagged)}: {key} = {first['input']!r}: {first['msg']}") from None
-    check_finite(built, where, "", flagged)
+        raise ConfigError(f"{source(where, key, flagged)}: {key} = {shown(first['input'])}: {first['msg']}") from None
+    check_values(built, values, where, "", flagged)
     return built
 
 
-def check_finite(value: Any, where: str, key: str, flagged: Iterable[str]) -> None:
-    """ConfigError for a number in `value`, at any depth, that is NaN or infinite: every comparison with it would pass
-    or fail whatever was meant."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{source(where, key, flagged)}: {key} = {value}: must be a finite number")
+def check_values(value: Any, given: Any, where: str, key: str, flagged: Iterable[str]) -> None:
+    """ConfigError for what no type tells, at any depth of `value`, which was built of `given`."""
+    fault = fault_of(value, given)
+    if fault:
+        raise ConfigError(f"{source(where, key, flagged)}: {key} = {shown(given)}: {fault}")
     if is_dataclass(value):
-        items: Iterable[tuple[Any, Any]] = ((f.name, getattr(value, f.name)) for f in fields(value))
+        children: dict[Any, Any] = {f.name: getattr(value, f.name) for f in fields(value)}
     else:
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, child in items:
-        check_finite(child, where, f"{key}.{name}" if key else str(name), flagged)
+        children = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, LISTS) else {}
+    origins = dict(enumerate(given)) if isinstance(given, LISTS) else given if isinstance(given, dict) else {}
+    for name, child in children.items():
+        inner = f"{key}.{name}" if key else str(name)
+        if fault_of(name, name):
+            raise ConfigError(f"{source(where, inner, flagged)}: key {shown(inner)}: {fault_of(name, name)}")
+        check_values(child, origins.get(name, child), where, inner, flagged)
+
+
+def fault_of(value: Any, given: Any) -> str:
+    """What is wrong with a plain value that was read from `given`; empty where nothing is."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"  # every comparison with it would pass or fail whatever was meant
+    if isinstance(value, bool) != isinstance(given, bool) and isinstance(given, (int, float)):  # bool is an int
+        return "must be a number, not true or false" if isinstance(given, bool) else "must be true or false"
+    if isinstance(value, str) and "\0" in value:
+        return "holds a NUL character, which no file name can"
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        return "holds half a character (a surrogate, or a byte that is not UTF-8), which cannot be written"
+    return ""
 
 
 def source(where: str, key: str, flagged: Iterable[str]) -> str:
@@ -59,12 +79,14 @@ def source(where: str, key: str, flagged: Iterable[str]) -> str:
 def check_keys(cls: type, values: Any, where: str, prefix: str, flagged: Iterable[str] = ()) -> None:
     """Raises ConfigError for the first key of `values` that dataclass `cls` does not have."""
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: {prefix.rstrip('.') or 'the recipe'} must be a mapping, not {values!r}")
+        raise ConfigError(f"{where}: {prefix.rstrip('.') or 'the recipe'} must be a mapping, not "
+                          f"{shown(values)}")
     known = {f.name: f for f in fields(cls)}
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(f"{source(where, f'{prefix}{key}', flagged)}: unknown key {prefix}{key!s}"
-                              f"{nearest(f'{prefix}{key}', prefix, known)}")
+            name = f"{prefix}{key}"
+            raise ConfigError(f"{source(where, name, flagged)}: unknown key "
+                              f"{name if name.isprintable() else shown(name)}{nearest(name, prefix, known)}")
         kind = known[key].type
         if is_dataclass(kind):
             check_keys(kind, value, where, f"{prefix}{key}.", flagged)
@@ -98,19 +120,24 @@ def flags(cls: type, prefix: str = "") -> list[tuple[str, Any, str]]:
 
 
 def read_yaml(path: Path, what: str = "recipe") -> dict[str, Any]:
-    """One YAML mapping; `what`: what the file should be. Raises ConfigError naming the file where it is missing,
-    unreadable or not a mapping."""
+    """One YAML mapping; `what`: what the file should be. Raises ConfigError as `yaml_value`, and where it is none."""
+    values = yaml_value(path, what)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a {what} is a mapping of sections; this file holds {type(values).__name__}")
+    return values
+
+
+def yaml_value(path: Path, what: str) -> Any:
+    """The value of a YAML file. Raises ConfigError naming the file where it is missing, unreadable, or not plain
+    (recipes/plain.py)."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read this {what}: {getattr(error, 'strerror', None) or error}") from None
     try:
-        values = yaml.safe_load(text)
+        return read(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a {what} is a mapping of sections; this file holds {type(values).__name__}")
-    return values
+        raise ConfigError(f"{path}: {'' if isinstance(error, Refused) else 'not valid YAML: '}{said(error)}") from None
 
 
 def texts(cls: type, prefix: str = "") -> dict[str, bool]:
@@ -130,16 +157,24 @@ def override(values: dict[str, Any], overrides: dict[str, str], known: dict[str,
     for name, text in overrides.items():
         node = values
         *parents, leaf = name.split(".")
+        if len(parents) > DEEPEST:
+            raise ConfigError(f"command line: --{name[:80]}...: more than {DEEPEST} levels deep")
         for part in parents:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"{where}: --{name}: {part} = {node!r} in the file is not a mapping")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        mapping = isinstance(value, dict) and known.get(name)
-        node[leaf] = text if name in known and not mapping else value  # a name may be 123
+                raise ConfigError(f"{where}: --{name}: {part} = {shown(node)} in the file is not a mapping")
+        value = text if known.get(name) is False else of_flag(name, text)
+        node[leaf] = text if name in known and not isinstance(value, dict) else value  # a name may be 123
+
+
+def of_flag(name: str, text: str) -> Any:
+    """The value of a flag's YAML, or its text where it is none. ConfigError for what a recipe cannot mean."""
+    try:
+        return read(text)
+    except Refused as error:
+        raise ConfigError(f"command line: {name} = {shown(text)}: {error.problem}") from None
+    except yaml.YAMLError:
+        return text
 
 
 def load_options(cls: type, overrides: dict[str, str]) -> Any:
@@ -167,7 +202,7 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Re
             raise ConfigError(f"--{name}: unknown option{nearest(name, '', known)}")
     override(values, overrides or {}, texts(Recipe), str(path))
     recipe = parse_into(Recipe, values, str(path), overrides or ())
-    if not recipe.name or "/" in recipe.name or recipe.name.startswith("."):
+    if not recipe.name.isprintable() or not recipe.name or "/" in recipe.name or recipe.name.startswith("."):
         raise ConfigError(f"{source(str(path), 'name', overrides or ())}: name = {recipe.name!r}: must be a plain "
                           "folder name")
     addresses = [("trace.url", recipe.trace.url, "give credentials to fsspec (docs/store.md)"),
@@ -193,4 +228,9 @@ def check_url(url: str, where: str, advice: str) -> None:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML, every default written out."""
-    return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
+    return dump_values(dataclasses.asdict(recipe))
+
+
+def dump_values(values: dict[str, Any]) -> str:
+    """YAML of a recipe's sections."""
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -18,6 +18,7 @@ from tiny_drafter import make_meta, make_state, write_checkpoint
 from data import collect
 from eval import run as eval_run
 from recipes import cli
+from recipes import files as recipe_files
 from recipes.schema import opt
 from train import run as train_run
 
@@ -198,6 +199,24 @@ def test_run_folder_that_cannot_be_written(world, tmp_path, capsys, command):
     path = recipe_in(world, tmp_path)
     code, err = stage(command, capsys, "--config", str(path), "--runs_dir", str(tmp_path / "file"))
     assert code == 2 and f"{tmp_path / 'file' / 'tiny'}: cannot write the run's folder: Not a directory" in err
+
+
+@pytest.mark.parametrize("command, part", [(collect.COMMAND, "traces"), (train_run.COMMAND, "checkpoints")],
+                         ids=lambda value: getattr(value, "name", value))
+def test_a_run_on_a_read_only_file_system(world, tmp_path, capsys, monkeypatch, command, part):
+    """The run's folders are there and nothing can be written: exit 2 and what to do, as where they are not there."""
+    def read_only(path, mode="r", **rest):
+        if mode == "wb":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return open(path, mode, **rest)
+
+    folder = tmp_path / "runs" / "tiny" / part
+    (folder / "kept").mkdir(parents=True)
+    monkeypatch.setattr(recipe_files, "open", read_only, raising=False)
+    code, err = stage(command, capsys, "--config", str(recipe_in(world, tmp_path)))
+    assert (code, files(tmp_path / "runs")) == (2, set())
+    assert err == (f"{command.name}: error: {folder}: cannot write the run's folder: Read-only file system; make it "
+                   "writable, or name another place with runs_dir or name\n")
 
 
 @pytest.mark.parametrize("renames, named", [

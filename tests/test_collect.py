@@ -358,6 +358,28 @@ def test_two_runs_do_not_share_a_folder(world, tmp_path, capsys):
     assert content(traces) == before and trace(recipe) == 0
 
 
+def test_a_changed_answer_is_made_again(world, tmp_path):
+    """Cases 16 and 35: a unit that is whole JSON and not what was written is no unit: the run after it ends with the
+    store and counts of an undisturbed one."""
+    recipe, traces = fresh(tmp_path, world)
+    assert trace(recipe) == 0
+    unit = sorted((traces / "answers").glob("*.json"))[0]
+    stored = json.loads(unit.read_text())
+    stored["answers"][0]["tokens"][0] ^= 1
+    unit.write_text(json.dumps(stored))
+    assert trace(recipe) == 0 and content(traces) == content(world[2])
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "{", ""])
+def test_settings_that_are_no_object_are_named(world, tmp_path, capsys, text):
+    recipe, traces = fresh(tmp_path, world)
+    assert trace(recipe) == 0
+    (traces / "settings.json").write_text(text)
+    assert trace(recipe) == 1
+    said = capsys.readouterr().err
+    assert f"{traces / 'settings.json'}: missing or unreadable; delete {traces} to start over" in said
+
+
 def test_a_second_run_leaves_the_settings_of_one_that_begins(world, tmp_path, capsys):
     """The first run holds the folder and has collected nothing yet: a second one with other settings is refused, and
     neither settings.json nor recipe.yaml becomes its own (case 30)."""

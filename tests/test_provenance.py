@@ -12,6 +12,8 @@ from tiny import call, write_prompts, write_recipe, write_target
 
 from data.collect import COMMAND as TRACE
 from eval.roi import training_hours
+from eval.run import COMMAND as EVAL
+from eval.ship import COMMAND as EXPORT
 from recipes.loader import load_recipe
 from train.run import COMMAND as TRAIN
 
@@ -110,3 +112,37 @@ def test_a_refused_training_changes_nothing(run, capsys, flags, message):
     assert message in capsys.readouterr().err and records(folder) == before
     assert call(TRAIN, recipe, "--train.keep", "3") == 0
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["train"]["keep"] == 3
+
+
+@pytest.mark.parametrize("flags, message", [
+    (("--trace.dtype", "bfloat16"), "traced with other settings: trace.dtype was 'float32', now 'bfloat16'"),
+    (("--generation.max_tokens", "9"), "traced with other settings: generation.max_tokens was 8, now 9"),
+    (("--trace.max_length", "2000"), "traced with other settings: trace.max_length was 1024, now 2000")])
+def test_a_training_says_what_its_traces_are(run, capsys, flags, message):
+    """Case 30: a recipe that the traces were not collected with is refused, also by a training that is finished; where
+    the log or server of the answers is now is not asked."""
+    recipe, folder = run
+    before = records(folder)
+    assert call(TRAIN, recipe, *flags) == 2
+    assert message in capsys.readouterr().err and records(folder) == before
+    assert call(TRAIN, recipe, "--generation.server.base_url", "http://elsewhere", "--trace.verify_rows", "1") == 0
+
+
+def test_later_stages_record_their_own_sections(run, capsys):
+    """Case 36: an evaluation or export of another drafter than the recipe's is refused and changes no record; what is
+    accepted stands in recipe.yaml beside what the stages before it worked with."""
+    recipe, folder = run
+    before = records(folder)
+    for command in (EXPORT, EVAL):
+        for flags, message in ((("--drafter.options.draft_vocab_size", "24"), "options.draft_vocab_size was"),
+                               (("--drafter.options.hidden_noise", "0.5"), "options.hidden_noise was")):
+            assert call(command, recipe, *flags) == 2
+            assert f"trained with other settings: drafter.{message}" in capsys.readouterr().err
+            assert records(folder) == before
+    assert call(EXPORT, recipe, "--export.dtype", "bfloat16", "--export.check", "false", "--train.lr", "0.5") == 0
+    found = yaml.safe_load((folder / "recipe.yaml").read_text())
+    trained = yaml.safe_load(before[0])
+    assert found["export"]["dtype"] == "bfloat16" and found["train"] == trained["train"]
+    (folder / "recipe.yaml").write_text("{")
+    assert call(EXPORT, recipe, "--export.check", "false") == 0
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["train"] == trained["train"]

@@ -181,7 +181,7 @@ def test_optimizer_and_checkpoint_hold_the_drafter_only(build, head):
     assert sorted(held) == sorted(map(id, wanted.values())) and ("lm_head.weight" in wanted) == head
     folder = checkpoint.best(trainer.folder)
     assert {f.name for f in folder.iterdir()} == {"drafter.json", "drafter.safetensors", "optimizer.safetensors",
-                                                  "trainer.json"}
+                                                  "trainer.json", "checksums.json"}
     assert set(load_file(folder / "drafter.safetensors")) == {n for n, _ in trainer.drafter.named_parameters()} | {
         "d2t", "t2d"}
     assert set(load_file(folder / "optimizer.safetensors")) == {

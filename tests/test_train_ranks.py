@@ -95,7 +95,7 @@ def test_checkpoint_holds_the_drafter_only(base, finished, kind):
     weights, moments, _ = result(base, folder.parent.parent.name, STEPS)
     trained = {name: t for name, t in weights.items() if name not in ("d2t", "t2d")}
     assert {f.name for f in folder.iterdir()} == {checkpoint.WEIGHTS, checkpoint.META, checkpoints.STATE,
-                                                  "trainer.json"}
+                                                  "trainer.json", checkpoint.SUMS}
     assert set(moments) == {f"{key}/{name}" for key in ("exp_avg", "exp_avg_sq", "step") for name in trained}
     assert all(moments[f"exp_avg/{name}"].shape == t.shape and t.numel() for name, t in trained.items())
     size = sum(f.stat().st_size for f in folder.iterdir())

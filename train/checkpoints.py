@@ -1,7 +1,7 @@
 """Checkpoints of a run: complete folders only, the best by replayed acceptance kept, resume from the latest.
 
-checkpoints/step-000200/{drafter.safetensors, drafter.json, optimizer.safetensors, trainer.json}; a folder is written
-under a temporary name and renamed when it is whole and on the disk, so a kill leaves the earlier one.
+checkpoints/step-000200/{drafter.safetensors, drafter.json, optimizer.safetensors, trainer.json, checksums.json}; a
+folder is written under a temporary name and renamed when it is whole and on the disk, so a kill leaves the earlier one.
 
 Weights and optimizer state are stored by parameter name. All else that a step depends on (rows, learning rate, random
 numbers) is a function of the step, the settings and the rank, and needs no state.
@@ -33,7 +33,6 @@ from train.zero import gathered, shapes_of
 
 FORMAT = "drafthouse.trainer/2"
 STATE = "optimizer.safetensors"
-NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass
@@ -82,7 +81,7 @@ def steps_in(folder: Path) -> list[int]:
     """Steps with a complete checkpoint, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(int(m.group(1)) for p in folder.iterdir() if (m := NAME.fullmatch(p.name)))
+    return sorted(int(m.group(1)) for p in folder.iterdir() if (m := checkpoint.STEP.fullmatch(p.name)))
 
 
 def save(accelerator: Accelerator, folder: Path, progress: Progress, parts: Parts, keep: int) -> None:
@@ -123,6 +122,7 @@ def write(folder: Path, progress: Progress, parts: Parts, moments: dict[str, tor
         save_file(moments, temporary / STATE)
         write_json(temporary / "trainer.json", {"format": FORMAT, "progress": asdict(progress),
                                                 "settings": parts.settings, "split": asdict(parts.split)})
+        checkpoint.seal(temporary)
         for path in temporary.iterdir():
             with open(path, "rb") as f:
                 os.fsync(f.fileno())
@@ -186,6 +186,17 @@ def latest(accelerator: Accelerator, folder: Path) -> Path | None:
         raise RunError(f"{path}: {blind} of {accelerator.num_processes} processes do not see this checkpoint; runs_dir "
                        "must be on storage that all machines share")
     return path
+
+
+def check_whole(accelerator: Accelerator, path: Path) -> None:
+    """RunError where a file of a checkpoint is not as it was saved. All ranks call it together; one of them reads."""
+    def check() -> None:
+        try:
+            checkpoint.check_sums(path)
+        except ConfigError as error:
+            raise RunError(str(error)) from None
+
+    together(accelerator, check)
 
 
 def read_progress(path: Path, settings: dict[str, Any], split: Split) -> Progress:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
-from pydantic import NonNegativeInt, PositiveInt
 from rich.table import Table
 from torch import Tensor
 
@@ -36,7 +35,7 @@ from eval.replay import replay
 from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError
 from recipes.files import alone, sha256_json, write_json
-from recipes.schema import Recipe, opt
+from recipes.schema import NonNegativeInt, PositiveInt, Recipe, opt
 from train.launch import start
 from train.loop import Trainer
 from train.run import check_rows, check_target, check_user_turns

@@ -57,6 +57,7 @@ class Trainer:
         path = checkpoints.latest(self.accelerator, self.folder)
         if path is None:
             return False
+        checkpoints.check_whole(self.accelerator, path)
         self.progress = checkpoints.read_progress(path, self.parts.settings, self.parts.split)
         if self.accelerator.is_main_process:
             checkpoints.point_best(self.folder, self.progress)
@@ -145,7 +146,8 @@ class Trainer:
 
     def noise_seed(self, step: int, index: int) -> int:
         ranks = self.accelerator.num_processes
-        return ((self.section.seed * 1_000_003 + step) * 64 + index) * ranks + self.accelerator.process_index
+        seed = ((self.section.seed * 1_000_003 + step) * 64 + index) * ranks + self.accelerator.process_index
+        return seed % 2**63  # what a generator takes; below it for all but large seeds on many ranks
 
     def figures(self, norm: Any) -> str:
         """On logging steps: what was done since the last one, over all ranks, to the tracker. Returns the display line.

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from data.batching import plan_for
 from data.reader import RowReader, open_rows, with_states
 from data.remoterows import RemoteRows
+from data.settings import check_recipe
 from data.store import TraceReader
 from drafters.initial import begin
 from drafters.placement import on_one_process
@@ -26,7 +27,7 @@ from drafters.tensor_parallel import ShardedTarget
 from eval.plans import check_longest
 from recipes.cli import Command, process, run_folder, write_resolved
 from recipes.errors import ConfigError
-from recipes.files import alone, write_json
+from recipes.files import alone, write_json, written
 from recipes.provenance import stamp
 from recipes.schema import Recipe
 from train import optim
@@ -109,7 +110,8 @@ def at_work(accelerator: Accelerator, folder: Path) -> Iterator[None]:
     held = ExitStack()
 
     def take() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with written(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         held.enter_context(alone(folder))
 
     try:
@@ -146,6 +148,7 @@ def work(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
     target = open_target(recipe, accelerator.num_processes)
     check_traces(rows, target, target.layers)
     check_rows(rows, recipe)
+    check_recipe(rows.folder, recipe, target.layers)
     check_user_turns(rows, recipe.train.user_turns)
     reader = with_states(rows, recipe.trace, folder, target)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}

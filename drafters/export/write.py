@@ -61,10 +61,7 @@ def export_layout(name: str, checkpoint: Path, out: Path, dtype: str, served: Se
             write_text(partial / file, text)
         check_folder(partial, name)
         same_drafter(partial, layout, meta, state, dtype, served)
-        if out.exists():
-            os.replace(out, earlier)
-        os.replace(partial, out)
-        sync_folder(out.parent)
+        replace(out, partial, earlier)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(earlier, ignore_errors=True)
@@ -111,6 +108,21 @@ def origin_violations(folder: Path, layout: str) -> list[str]:
                           for key, (said, found) in pairs.items() if said != found]
 
 
+def replace(out: Path, partial: Path, earlier: Path) -> None:
+    """Gives `partial` the name `out`. An export that was there is `earlier` from then on; where the replacing fails, it
+    keeps its name."""
+    try:
+        if out.exists():
+            os.replace(out, earlier)
+        os.replace(partial, out)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(out)) from None
+    finally:
+        if earlier.exists() and not out.exists():
+            os.replace(earlier, out)
+    sync_folder(out.parent)
+
+
 def recover(out: Path, partial: Path, earlier: Path, weights: str = WEIGHT_FILE) -> None:
     """Clears what a killed export left, and puts the earlier export back where it was already moved away.
 
@@ -120,11 +132,11 @@ def recover(out: Path, partial: Path, earlier: Path, weights: str = WEIGHT_FILE)
         shutil.rmtree(partial)
     if earlier.exists() and not out.exists():
         os.replace(earlier, out)
-    if earlier.exists():
-        shutil.rmtree(earlier)
     is_export = all((out / name).is_file() for name in (weights, CONFIG, "SERVE.md"))
     if out.exists() and not is_export:
         raise ConfigError(f"{out}: exists and is no earlier export; move it away or choose another folder")
+    if earlier.exists():
+        shutil.rmtree(earlier)
 
 
 def same_origin(checkpoint: Path, meta: dict[str, Any], layers: list[int],
