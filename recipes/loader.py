@@ -36,7 +36,8 @@ def parse_into(cls: type, values: dict[str, Any], where: str, flagged: Iterable[
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{source(where, key, flagged)}: {key} = {shown(first['input'])}: {first['msg']}") from None
+        raise ConfigError(f"{source(where, key, flagged)}: {key} = {shown(first['input'])}: "
+                          f"{first['msg'].removeprefix('Value error, ')}") from None
     check_values(built, values, where, "", flagged)
     return built
 

@@ -135,7 +135,7 @@ def test_text_that_no_file_can_hold(tmp_path, capsys, text, field):
 @pytest.mark.parametrize("text, message", [
     ("train: {batch_rows: true}", "train.batch_rows = True: must be a number, not true or false"),
     ("train: {lr: yes}", "train.lr = True: must be a number, not true or false"),
-    ("trace: {layers: [1, true]}", "trace.layers.1 = True: must be a number"),
+    ("trace: {layers: [1, 2, true]}", "trace.layers.2 = True: must be a number"),
     ("plan: {zero_stage: true}", "plan.zero_stage = True: "),
     ("target: {device_map: {a: true}}", "target.device_map.a = True: "),
     ("eval: {tree: {paths: [[false]]}}", "eval.tree.paths.0.0 = False: must be a number"),
