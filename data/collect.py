@@ -33,6 +33,7 @@ from data.staging import Staging, UnitParts
 from data.states import Capture, check_states, open_states
 from data.store import FORMAT, Shard, TraceRow, bad_rows, row_bytes, shard_of, write_shard
 from data.writer import BackgroundWriter
+from drafters.registry import check_taps
 from drafters.target import require_chat_template
 from drafters.tensor_parallel import lead, open_target
 from recipes.cli import Command, process, run_folder, write_resolved
@@ -49,6 +50,7 @@ class Collector:
 
     def __init__(self, recipe: Recipe, ranks: Ranks | None = None) -> None:
         check_answers(recipe)
+        check_taps(recipe.drafter.kind, recipe.trace.layers)
         self.recipe, self.ranks = recipe, ranks or Ranks()
         check_ranks(recipe, self.ranks.world)
         self.left_out: dict[str, int] = {}

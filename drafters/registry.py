@@ -39,6 +39,8 @@ class Entry:
         return import_module(self.module)
 
 
+TAPS = 3  # tapped layers, at least
+
 REGISTRY: dict[str, Entry] = {
     "eagle3": Entry("drafters.eagle3_build", "train/eagle3.py"),
     "medusa": Entry("drafters.medusa", "train/medusa.py", reads="final"),
@@ -63,3 +65,11 @@ def require_training(kind: str) -> None:
     """ConfigError for a drafter that is used as it is."""
     if not entry(kind).trained:
         raise ConfigError(f"drafter.kind = {kind}: there is nothing to train or export; run make eval")
+
+
+def check_taps(kind: str, layers: list[int]) -> None:
+    """ConfigError where a drafter that reads tapped layers is given fewer than it fuses: low, middle and high (EAGLE-3,
+    section 3.1). layers: `trace.layers`; empty is the default three."""
+    if entry(kind).reads == "taps" and 0 < len(layers) < TAPS:
+        raise ConfigError(f"trace.layers = {layers}: a drafter of kind {kind} reads three layers of its target or "
+                          "more; empty is [2, L//2, L-3]")

@@ -7,7 +7,7 @@ A section is read by the stage that owns it and is never passed further down as 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # a larger number overflows some library's integer
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
@@ -25,16 +25,6 @@ Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Amount
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 Span = Annotated[list[Weight], Field(max_length=2)]
-
-
-def enough(layers: list[int]) -> list[int]:
-    """ValueError for layers that are fewer than EAGLE-3 fuses (section 3.1: low, middle and high)."""
-    if 0 < len(layers) < 3:
-        raise ValueError("a drafter reads three layers of its target or more; empty is [2, L//2, L-3]")
-    return layers
-
-
-Taps = Annotated[list[int], AfterValidator(enough)]
 
 
 def opt(default: Any, help: str) -> Any:
@@ -155,7 +145,7 @@ class Trace:
         "own", "user turns that training may learn from (train.user_turns), whose final states are stored too: those "
                "that the target wrote itself, or the last one of every training prompt")
     max_length: PositiveInt = opt(1024, "longest row (prompt and answer), in tokens; longer ones are dropped, counted")
-    layers: Taps = opt([], "states that ENTER these layers, three or more; empty is [2, L//2, L-3]")
+    layers: list[int] = opt([], "states that ENTER these layers, three or more for eagle3; empty is [2, L//2, L-3]")
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3", "int8"] = opt(
         "float32", "storage precision of hidden states; docs/store.md says what each costs")
     shard_mb: PositiveInt = opt(64, "size of one shard")

@@ -121,6 +121,7 @@ def files(folder: Path) -> set[str]:
     ("prompts.jsonl", {"model": "mute"}, {}, "its tokenizer has no chat template"),
     ("prompts.jsonl", {"model": "shallow"}, {"layers": []}, "is not three distinct ascending layers"),
     ("prompts.jsonl", {}, {"layers": [1, 1, 2]}, "trace.layers = [1, 1, 2]: must be distinct"),
+    ("prompts.jsonl", {}, {"layers": [1, 2]}, "trace.layers = [1, 2]: a drafter of kind eagle3 reads three layers"),
     ("prompts.jsonl", {"device": "gpu0"}, {}, "target.device = gpu0: not a device"),
     ("empty.jsonl", {}, {}, "empty.jsonl: holds no prompts"),
     ("missing.jsonl", {}, {}, "missing.jsonl: cannot read prompts"),

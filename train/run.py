@@ -21,7 +21,7 @@ from data.settings import check_recipe
 from data.store import TraceReader
 from drafters.initial import begin
 from drafters.placement import on_one_process
-from drafters.registry import options_of, require_training
+from drafters.registry import check_taps, options_of, require_training
 from drafters.target import Target
 from drafters.tensor_parallel import ShardedTarget
 from eval.plans import check_longest
@@ -134,6 +134,7 @@ def record(recipe: Recipe, folder: Path, resumed: bool, finished: bool) -> None:
 
 def main(recipe: Recipe, switches: set[str]) -> None:
     require_training(recipe.drafter.kind)
+    check_taps(recipe.drafter.kind, recipe.trace.layers)
     options_of(recipe.drafter.kind, recipe.drafter.options)  # a wrong one is named before the target is loaded
     accelerator = start(recipe.train, None if recipe.train.tracker == "none" else recipe.train.tracker)
     optim.check(recipe.train, accelerator.distributed_type)
