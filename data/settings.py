@@ -83,13 +83,19 @@ def check_recipe(folder: Path, recipe: Recipe, layers: list[int]) -> None:
                           "under another name")
 
 
+def read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where the file is missing or not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def read_settings(path: Path, folder: Path) -> dict[str, Any]:
     """The settings of a trace folder. RunError where they cannot be read."""
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        stored = None
-    if not isinstance(stored, dict):
+    stored = read_object(path)
+    if stored is None:
         raise RunError(f"{path}: missing or unreadable; delete {folder} to start over")
     return stored
 
