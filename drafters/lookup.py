@@ -52,6 +52,7 @@ class Text:
 
     def __init__(self, options: Options, first: int) -> None:
         self.options, self.tokens = options, [first]
+        self.matched = 0  # tokens of the run that the last continuation was found by, 0 where there is none
         self.behind: dict[tuple[int, ...], int] = {}  # run of tokens -> place of what followed it
 
     def add(self, tokens: list[int]) -> None:
@@ -67,7 +68,9 @@ class Text:
         for n in range(min(self.options.longest, len(self.tokens)), self.options.shortest - 1, -1):
             place = self.behind.get(tuple(self.tokens[-n:]))
             if place is not None:
+                self.matched = n
                 return self.tokens[place : place + K]
+        self.matched = 0
         return []
 
 
@@ -91,6 +94,7 @@ class LookupSession:
         if not plan.narrow or plan.stop:
             raise ValueError("lookup proposes one continuation: use a chain without a confidence")
         found = [text.continuation(plan.depth) for text in self.texts]
+        self.matched = [text.matched for text in self.texts]
         width = max(map(len, found))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.long, device=self.device)
         lengths = torch.tensor([len(row) for row in found], device=self.device)

@@ -9,6 +9,7 @@ from recipes.errors import ConfigError
 from recipes.loader import parse_into
 
 FINAL = "final"  # what a target shows where it is the state after its final norm
+PLANS = ("chains", "confidence", "static trees", "dynamic trees")  # what a plan may ask for
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Entry:
     train: `build` gives the drafter itself, and there are no checkpoints.
 
     reads: the states of the target that it drafts from: those that enter the tapped layers, the final one, or none.
+    drafts: the PLANS that it can follow.
 
     The module is imported where it is used: a table of all drafters must not load torch.
     """
@@ -25,6 +27,7 @@ class Entry:
     module: str
     script: str = ""
     reads: Literal["taps", "final", "none"] = "taps"
+    drafts: tuple[str, ...] = PLANS
 
     @property
     def trained(self) -> bool:
@@ -44,7 +47,8 @@ TAPS = 3  # tapped layers, at least
 REGISTRY: dict[str, Entry] = {
     "eagle3": Entry("drafters.eagle3_build", "train/eagle3.py"),
     "medusa": Entry("drafters.medusa", "train/medusa.py", reads="final"),
-    "lookup": Entry("drafters.lookup", reads="none"),
+    "lookup": Entry("drafters.lookup", reads="none", drafts=("chains",)),
+    "suffix": Entry("drafters.suffix", reads="none", drafts=("chains", "dynamic trees")),
     "layer_cut": Entry("drafters.layer_cut", reads="none"),
 }
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from data.sampling import Sampling
+from drafters.registry import entry
 from drafters.tree import DynamicTree, Plan, StaticTree, chain
 from eval.verify import Typical
 from recipes.errors import ConfigError
@@ -21,9 +22,12 @@ def plan_of(section: Eval, kind: str) -> Plan:
     if (tree.depth or tree.paths) and section.confidence:
         raise ConfigError(f"eval.confidence = {section.confidence}: only a chain stops early; set eval.tree.depth to 0 "
                           "and eval.tree.paths to []")
-    if kind == "lookup" and (tree.depth or tree.paths or section.confidence):
-        raise ConfigError("drafter.kind = lookup proposes one continuation without probabilities: leave eval.tree and "
-                          "eval.confidence at their defaults")
+    asked = {"dynamic trees": ("eval.tree.depth", tree.depth), "static trees": ("eval.tree.paths", tree.paths),
+             "confidence": ("eval.confidence", section.confidence)}
+    follows = entry(kind).drafts
+    for name, (field, value) in asked.items():
+        if value and name not in follows:
+            raise ConfigError(f"drafter.kind = {kind} drafts {' and '.join(follows)} only: leave {field} unset")
     if tree.depth:
         return DynamicTree(tree.depth, tree.top_k, tree.total)
     if not tree.paths:

@@ -65,8 +65,8 @@ def test_a_measured_plan_is_reported_with_its_reason(tmp_path, model, kind, choo
     (Eval(choose="tree", tree=Tree(depth=2)), "eagle3", "eval.choose = tree: leave eval.tree.depth"),
     (Eval(tree=Tree(depth=2, paths=[[0]])), "eagle3", "eval.tree: depth is for a dynamic tree"),
     (Eval(tree=Tree(depth=2), confidence=0.5), "eagle3", "eval.confidence = 0.5: only a chain"),
-    (Eval(tree=Tree(depth=2)), "lookup", "drafter.kind = lookup proposes one continuation"),
-    (Eval(confidence=0.2), "lookup", "drafter.kind = lookup proposes one continuation"),
+    (Eval(tree=Tree(depth=2)), "lookup", "drafter.kind = lookup drafts chains only: leave eval.tree.depth"),
+    (Eval(confidence=0.2), "lookup", "drafter.kind = lookup drafts chains only: leave eval.confidence"),
     (Eval(tree=Tree(paths=[[1]])), "eagle3", r"eval.tree.paths: path \[1\]: its parent and its smaller siblings"),
 ])
 def test_plans_that_are_none_are_refused(section, kind, message):

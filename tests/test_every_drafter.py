@@ -14,10 +14,9 @@ from eval.decode import Decoder
 
 # Those that a tiny target needs
 OPTIONS = {"eagle3": {"draft_vocab_size": 40}, "medusa": {"draft_vocab_size": 40}, "layer_cut": {"layers": 5}}
-CHAINS_ONLY = {"lookup"}
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-PLANS = {"chain": chain(3), "static": TREE, "dynamic": DynamicTree(3, 3, 8)}
-PAIRS = [(kind, plan) for kind in REGISTRY for plan in PLANS if plan == "chain" or kind not in CHAINS_ONLY]
+PLANS = {"chains": chain(3), "static trees": TREE, "dynamic trees": DynamicTree(3, 3, 8)}
+PAIRS = [(kind, plan) for kind in REGISTRY for plan in PLANS if plan in entry(kind).drafts]
 PROMPTS = [[3, 9, 14, 3, 9], [7, 7], [30, 31, 32, 33, 30, 31]]
 LIMIT, ENDS = 12, [40, 41, 42]
 
@@ -59,7 +58,7 @@ def test_greedy_text_stays(target, kind, plan):
 
 
 @pytest.mark.parametrize("kind,plan,drawn", [(kind, plan, drawn) for kind, plan in PAIRS for drawn in (False, True)
-                                             if plan != "dynamic" or not drawn])
+                                             if plan != "dynamic trees" or not drawn])
 def test_sampled_text_follows_the_target(target, kind, plan, drawn):
     """Two tokens of 500 answers, jointly: no distribution but the target's own, with top-k 3 (each test at 1e-4)."""
     settings, prompt = Sampling(1.0, 3), PROMPTS[0]
