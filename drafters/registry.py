@@ -20,6 +20,7 @@ class Entry:
 
     reads: the states of the target that it drafts from: those that enter the tapped layers, the final one, or none.
     drafts: the PLANS that it can follow.
+    holds: it is made of other drafters, which it opens itself (`opened`), with what they read of the target.
 
     The module is imported where it is used: a table of all drafters must not load torch.
     """
@@ -28,6 +29,7 @@ class Entry:
     script: str = ""
     reads: Literal["taps", "final", "none"] = "taps"
     drafts: tuple[str, ...] = PLANS
+    holds: bool = False
 
     @property
     def trained(self) -> bool:
@@ -50,6 +52,8 @@ REGISTRY: dict[str, Entry] = {
     "lookup": Entry("drafters.lookup", reads="none", drafts=("chains",)),
     "suffix": Entry("drafters.suffix", reads="none", drafts=("chains", "dynamic trees")),
     "layer_cut": Entry("drafters.layer_cut", reads="none"),
+    "hybrid": Entry("drafters.hybrid", reads="none", holds=True),
+    "fallback": Entry("drafters.fallback", reads="none", holds=True),
 }
 
 
@@ -67,6 +71,9 @@ def options_of(kind: str, values: dict[str, Any]) -> Any:
 
 def require_training(kind: str) -> None:
     """ConfigError for a drafter that is used as it is."""
+    if entry(kind).holds:
+        raise ConfigError(f"drafter.kind = {kind}: the drafters that it holds are trained and exported by recipes of "
+                          "their own, and named here by their path; run make eval")
     if not entry(kind).trained:
         raise ConfigError(f"drafter.kind = {kind}: there is nothing to train or export; run make eval")
 

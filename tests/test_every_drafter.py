@@ -14,6 +14,9 @@ from eval.decode import Decoder
 
 # Those that a tiny target needs
 OPTIONS = {"eagle3": {"draft_vocab_size": 40}, "medusa": {"draft_vocab_size": 40}, "layer_cut": {"layers": 5}}
+HELD = {"kind": "eagle3", "options": OPTIONS["eagle3"]}
+OPTIONS |= {"hybrid": {"match": 2, "then": HELD},
+            "fallback": {"drafter": HELD, "break_even": 2.0, "window": 1, "pause": 2}}
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 PLANS = {"chains": chain(3), "static trees": TREE, "dynamic trees": DynamicTree(3, 3, 8)}
 PAIRS = [(kind, plan) for kind in REGISTRY for plan in PLANS if plan in entry(kind).drafts]
@@ -28,7 +31,7 @@ def target(tmp_path_factory):
 
 def opened(kind: str, target):
     """The drafter, its target showing the states that it reads."""
-    target.tap(entry(kind).shown(LAYERS))
+    target.tap(entry("eagle3" if entry(kind).holds else kind).shown(LAYERS))
     return built(kind, target)
 
 
