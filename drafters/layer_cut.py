@@ -98,7 +98,10 @@ class LMSession:
         self.pending = tuple(part[rows] for part in self.pending)
 
     def join(self, other: "LMSession") -> None:
-        """The joining rows' prompts are run first, so that their last token alone is pending."""
+        """The joining rows' prompts are run first, so that their last token alone is pending; so are this session's own
+        where it has not drafted yet."""
+        if not self.cache.width:
+            self.drafter.states(*self.pending[:2], self.cache)
         tokens, positions, last = other.pending
         other.drafter.states(tokens, positions, other.cache)
         self.cache.join(other.cache)

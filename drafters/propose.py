@@ -126,6 +126,10 @@ class RowMemory:
         self.stores = [RowStore(rows, capacity) for _ in range(layers)]
         self.begin(None)
 
+    @property
+    def empty(self) -> bool:
+        return self.stores[0].keys is None
+
     def begin(self, last: Tensor | None) -> None:
         """A draft begins; `last` [B]: the last real position, where the draft may branch."""
         self.paths = None if last is None else Paths(last)
@@ -203,8 +207,11 @@ class ChainSession:
         self.pending = tuple(part[rows] for part in self.pending)
 
     def join(self, other: "ChainSession") -> None:
-        """A joining row's pending positions are as many as a prompt has: all but the last are written first."""
+        """A joining row's pending positions are as many as a prompt has: all but the last are written first. So are
+        this session's where it has not drafted yet: a row that ends with its first token is replaced at once."""
         other.settle()
+        if self.memory.empty:
+            self.settle()
         self.memory.join(other.memory)
         width = self.pending[1].shape[1]
         self.pending = tuple(torch.cat([ours, theirs if i == 3 else theirs.expand(-1, width, *theirs.shape[2:])])

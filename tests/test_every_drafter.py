@@ -60,6 +60,15 @@ def test_greedy_text_stays(target, kind, plan):
         assert [o.tokens for o in out] == plainly(target, LIMIT)
 
 
+@pytest.mark.parametrize("kind", REGISTRY)
+def test_a_row_that_ends_with_its_first_token_is_replaced(target, kind):
+    """Case 22: the next prompt takes its place before the others have drafted anything."""
+    prompts, ends = [*PROMPTS, [5, 6]], [plainly(target, LIMIT)[0][0]]
+    plain = Decoder(target, LIMIT, end_ids=ends).plain(prompts)
+    out = Decoder(target, LIMIT, end_ids=ends, slots=2).speculative(prompts, opened(kind, target), 3)
+    assert len(plain[0].tokens) == 1 and [o.tokens for o in out] == [o.tokens for o in plain]
+
+
 @pytest.mark.parametrize("kind,plan,drawn", [(kind, plan, drawn) for kind, plan in PAIRS for drawn in (False, True)
                                              if plan != "dynamic trees" or not drawn])
 def test_sampled_text_follows_the_target(target, kind, plan, drawn):
