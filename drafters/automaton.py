@@ -267,11 +267,12 @@ class Guess:
 class Automaton:
     """Texts that were read, one after the other. Tokens are 0 or more and below 2^31.
 
-    depth: tokens of the longest run whose occurrences are counted. tokens: how many it has room for before it grows.
+    depth: tokens of the longest run whose occurrences are counted. tokens: how many it has room for before it grows, to
+    twice as many, but beyond `most` only as far as it must.
     """
 
-    def __init__(self, depth: int, tokens: int = 256) -> None:
-        self.depth, self.read = depth, 0  # tokens read, forgotten ones included
+    def __init__(self, depth: int, tokens: int = 256, most: int = 2**30) -> None:
+        self.depth, self.most, self.read = depth, most, 0  # tokens read, forgotten ones included
         self.at = np.zeros(6, np.int64)
         self.states = np.zeros((0, 5), np.int32)
         self.edges = np.zeros((0, 3), np.int32)
@@ -306,7 +307,7 @@ class Automaton:
         """Reads int32 tokens [T] on in the present text."""
         self.read += len(tokens)
         if self.read > self.room:
-            self.make_room(max(self.read, 2 * self.room))
+            self.make_room(max(self.read, min(2 * self.room, self.most)))
         extend(*self.parts, self.at, self.depth, tokens)
 
     def forget(self, tokens: np.ndarray) -> None:

@@ -60,7 +60,11 @@ class Corpus:
     def __init__(self, depth: int, limit: int) -> None:
         self.depth, self.limit, self.tokens = depth, limit, 0
         self.held: deque[Output] = deque()
-        self.index = Automaton(depth)
+        self.index = self.fresh(0)
+
+    def fresh(self, tokens: int) -> Automaton:
+        """An index with room for so many tokens, and for those that are read until it is made anew."""
+        return Automaton(self.depth, max(tokens, 256), 2 * self.limit)
 
     def add(self, output: Output) -> None:
         output = Output(output.tokens[: self.limit], output.prompt)
@@ -91,7 +95,7 @@ class Corpus:
     def tidy(self) -> None:
         """Reads what is held anew once as much was dropped as may be held: an automaton gives no memory back."""
         if self.index.read > self.tokens + self.limit:
-            held, self.held, self.tokens, self.index = self.held, deque(), 0, Automaton(self.depth, self.tokens)
+            held, self.held, self.tokens, self.index = self.held, deque(), 0, self.fresh(self.tokens)
             for output in held:
                 self.read(output)
 

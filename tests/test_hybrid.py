@@ -329,6 +329,7 @@ def test_a_hybrid_of_a_trained_drafter_is_evaluated(recipe):
     assert "Who drafted" in page and "grew by each finished answer" in page
 
 
+@pytest.mark.slow
 def test_a_fallback_is_priced_by_what_it_costs_here(recipe):
     """A random drafter pays nowhere: requests stop drafting, by the break-even that was measured before."""
     code, report = evaluate(recipe, *flags_of(recipe, "fallback", {

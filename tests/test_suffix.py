@@ -109,6 +109,10 @@ def test_the_oldest_outputs_are_dropped():
         asked = run, 1, 2.0, 6, 2, 4, 0.05
         assert corpus.index.guess(*asked).score == pytest.approx(fresh.guess(*asked).score)
     assert biggest < 60_000 and corpus.index.read <= 121
+    large = Corpus(48, 4000)
+    for _ in range(1000):
+        large.add(Output(g.integers(0, 50, 20).astype(np.int32)))
+        assert large.index.nbytes <= 350 * 4000
     corpus.add(Output(np.arange(100, dtype=np.int32)))
     assert [output.tokens.tolist() for output in corpus.held] == [list(range(60))]
 
