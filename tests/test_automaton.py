@@ -126,7 +126,7 @@ def test_forgotten_texts_do_not_count():
 TOKENS = st.lists(st.integers(0, 3), max_size=14)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(TOKENS, TOKENS, st.booleans()), min_size=1, max_size=5), TOKENS, st.integers(1, 3),
        st.sampled_from([0.5, 1.0, 1.5]), st.integers(1, 6), st.integers(1, 3), st.integers(1, 4),
        st.sampled_from([0.0, 0.1, 0.34]))

@@ -15,11 +15,14 @@ from drafters.deferred import MOST, Deferred, together
 from drafters.fallback import Fallback, Pace
 from drafters.fallback import Options as FallbackOptions
 from drafters.hybrid import Hybrid
+from drafters.imported import open_drafter
 from drafters.lookup import Lookup
 from drafters.registry import REGISTRY, entry, options_of
 from drafters.tree import Draft, DynamicTree, StaticTree, chain, mixed
-from eval.decode import Decoder
+from eval.decode import Decoder, Output
+from eval.figures import by_drafter
 from recipes.errors import ConfigError
+from recipes.schema import Drafter as Section
 
 V = 40
 
@@ -312,6 +315,28 @@ def flags_of(recipe, kind: str, options: dict) -> list[str]:
     return ["--drafter.kind", kind, "--drafter.path", "", "--drafter.options", json.dumps(options)]
 
 
+
+def test_a_hybrid_is_opened_with_its_checkpoint(recipe, tmp_path):
+    """The target is tapped where the trained part reads, the text stays, and another option is another evaluation."""
+    target = load_target(recipe.parent / "model", "float32")
+    target.tap(None)
+    options = {"first": {"kind": "lookup"}, "then": {"kind": "eagle3", "path": str(recipe.parent / "drafter")}}
+    found, other = (open_drafter(Section(kind="hybrid", options={**options, "match": n}), target, tmp_path)
+                    for n in (2, 3))
+    assert target.layers == [2, 4, 5] and found.folder.name == "drafter" and found.digest != other.digest
+    prompts = [[5, 6, 7, 5, 6], [9, 8]]
+    out, plain = Decoder(target, 6, end_ids=[]).speculative(prompts, found.drafter, 3), Decoder(target, 6, end_ids=[])
+    assert [o.tokens for o in out] == [o.tokens for o in plain.plain(prompts)]
+
+
+def test_who_drafted_is_counted_by_hand():
+    outputs = [Output(drafted_by=[("a", 3, 2), ("b", 0, 0)]), Output(drafted_by=[("a", 2, 1), ("b", 4, 0)])]
+    assert by_drafter(outputs)["by_drafter"] == {
+        "a": {"passes": 2, "drafts": 2, "drafted": 5, "accepted": 3, "mean_length": 2.5, "rate": 0.6},
+        "b": {"passes": 2, "drafts": 1, "drafted": 4, "accepted": 0, "mean_length": 1.0, "rate": 0.0}}
+    assert by_drafter([Output()]) == {}
+
+@pytest.mark.slow
 def test_a_hybrid_of_a_trained_drafter_is_evaluated(recipe):
     """Case 59: a whole report, lossless; it says who drafted, and what that depends on."""
     code, report = evaluate(recipe, *flags_of(recipe, "hybrid", {
