@@ -20,7 +20,8 @@ class Entry:
 
     reads: the states of the target that it drafts from: those that enter the tapped layers, the final one, or none.
     drafts: the PLANS that it can follow.
-    holds: it is made of other drafters, which it opens itself (`opened`), with what they read of the target.
+    holds: of a drafter that is made of others, which it opens itself (`opened`) with what they read of the target: the
+    option that names the one which follows a plan.
 
     The module is imported where it is used: a table of all drafters must not load torch.
     """
@@ -29,7 +30,7 @@ class Entry:
     script: str = ""
     reads: Literal["taps", "final", "none"] = "taps"
     drafts: tuple[str, ...] = PLANS
-    holds: bool = False
+    holds: str = ""
 
     @property
     def trained(self) -> bool:
@@ -52,8 +53,8 @@ REGISTRY: dict[str, Entry] = {
     "lookup": Entry("drafters.lookup", reads="none", drafts=("chains",)),
     "suffix": Entry("drafters.suffix", reads="none", drafts=("chains", "dynamic trees")),
     "layer_cut": Entry("drafters.layer_cut", reads="none"),
-    "hybrid": Entry("drafters.hybrid", reads="none", holds=True),
-    "fallback": Entry("drafters.fallback", reads="none", holds=True),
+    "hybrid": Entry("drafters.hybrid", reads="none", holds="then"),
+    "fallback": Entry("drafters.fallback", reads="none", holds="drafter"),
 }
 
 
@@ -67,6 +68,15 @@ def entry(kind: str) -> Entry:
 def options_of(kind: str, values: dict[str, Any]) -> Any:
     """`drafter.options` as the drafter's own dataclass, strictly."""
     return parse_into(entry(kind).code.Options, values, f"drafter.options ({kind})")
+
+
+def plans_of(kind: str, options: dict[str, Any]) -> tuple[str, ...]:
+    """The PLANS that a drafter of this kind can follow with these `drafter.options`."""
+    held = entry(kind).holds
+    if not held:
+        return entry(kind).drafts
+    part = getattr(options_of(kind, options), held)
+    return plans_of(part.kind, part.options)
 
 
 def require_training(kind: str) -> None:

@@ -3,16 +3,17 @@
 from typing import Any
 
 from data.sampling import Sampling
-from drafters.registry import entry
+from drafters.registry import plans_of
 from drafters.tree import DynamicTree, Plan, StaticTree, chain
 from eval.verify import Typical
 from recipes.errors import ConfigError
 from recipes.schema import Eval
 
 
-def plan_of(section: Eval, kind: str) -> Plan:
+def plan_of(section: Eval, kind: str, options: dict[str, Any] | None = None) -> Plan:
     """The chain or tree of `eval`; ConfigError names the field where that is none, or where a drafter of this kind
-    cannot follow it. With eval.choose it is the longest chain, and the choice is made from measurements."""
+    with these `drafter.options` cannot follow it. With eval.choose it is the longest chain, and the choice is made from
+    measurements."""
     tree = section.tree
     if section.choose != "given" and (tree.depth or tree.paths or section.confidence):
         raise ConfigError(f"eval.choose = {section.choose}: leave eval.tree.depth, eval.tree.paths and eval.confidence "
@@ -24,7 +25,7 @@ def plan_of(section: Eval, kind: str) -> Plan:
                           "and eval.tree.paths to []")
     asked = {"dynamic trees": ("eval.tree.depth", tree.depth), "static trees": ("eval.tree.paths", tree.paths),
              "confidence": ("eval.confidence", section.confidence)}
-    follows = entry(kind).drafts
+    follows = plans_of(kind, options or {})
     for name, (field, value) in asked.items():
         if value and name not in follows:
             raise ConfigError(f"drafter.kind = {kind} drafts {' and '.join(follows)} only: leave {field} unset")

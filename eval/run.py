@@ -60,7 +60,7 @@ class Evaluation:
         shown = entry(recipe.drafter.kind).shown(recipe.trace.layers)
         self.target = Target(on_one_process(recipe.target), shown)
         require_chat_template(self.target)
-        self.plan, self.reason = plan_of(self.section, recipe.drafter.kind), ""
+        self.plan, self.reason = plan_of(self.section, recipe.drafter.kind, recipe.drafter.options), ""
         self.how = rule_of(self.section)
         self.opened = imported.open_drafter(recipe.drafter, self.target, self.folder)
         self.drafter = self.opened.drafter

@@ -229,7 +229,7 @@ def main(recipe: Recipe, switches: set[str]) -> None:
 
 def export_config(recipe: Recipe, out: Path) -> None:
     """What serves a drafter without training: its config alone."""
-    plan = plan_of(recipe.eval, recipe.drafter.kind)
+    plan = plan_of(recipe.eval, recipe.drafter.kind, recipe.drafter.options)
     if not plan.narrow or recipe.eval.choose != "given":
         raise ConfigError("eval.tree, eval.choose: vLLM serves chains of this drafter, of a length that is known; set "
                           "eval.draft_length, and the others to their defaults")

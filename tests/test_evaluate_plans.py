@@ -74,6 +74,14 @@ def test_plans_that_are_none_are_refused(section, kind, message):
         plan_of(section, kind)
 
 
+@pytest.mark.parametrize("kind,options", [
+    ("fallback", {"drafter": {"kind": "suffix"}}),
+    ("fallback", {"drafter": {"kind": "fallback", "options": {"drafter": {"kind": "suffix"}}}})])
+def test_a_held_drafter_decides_what_can_be_planned(kind, options):
+    with pytest.raises(ConfigError, match="drafts chains and dynamic trees only: leave eval.tree.paths unset"):
+        plan_of(Eval(tree=Tree(paths=[[0], [1]])), kind, options)
+    assert plan_of(Eval(tree=Tree(paths=[[0], [1]])), "hybrid", {"first": {"kind": "suffix"}}).nodes == 2
+
 def test_plan_by_default_is_a_chain():
     assert described(plan_of(Eval(), "eagle3")) == {"kind": "chain", "depth": 4, "nodes": 4, "confidence": 0.0}
 
