@@ -17,7 +17,7 @@ from drafters.registry import entry, options_of
 from drafters.source import find, read
 from drafters.target import Target
 from recipes.errors import ConfigError
-from recipes.files import sha256_file, sha256_json, sync_folder
+from recipes.files import locked, sha256_file, sha256_json, sync_folder
 from recipes.provenance import difference
 from recipes.schema import Drafter as Section
 
@@ -79,8 +79,10 @@ def chosen(section: Section, run: Path, target: Target) -> Path:
     stated = {key: value for key, value in section.options.items() if key in found.unsaid}
     options = resolve(found, stated, target, "keep", str(folder))
     out = run / checkpoint.IMPORTED / sha256_json([digest, fingerprint, options])[:16]
-    if not (out / checkpoint.META).is_file():
-        convert(found, options, layers, target, out, {"model": target.section.model, "fingerprint": fingerprint})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with locked(out.parent):  # two stages at once may want it
+        if not (out / checkpoint.META).is_file():
+            convert(found, options, layers, target, out, {"model": target.section.model, "fingerprint": fingerprint})
     return out
 
 
@@ -101,7 +103,6 @@ def convert(found: Imported, options: dict[str, Any], layers: list[int], target:
     """Writes the imported drafter as a checkpoint, whole."""
     drafter = drafter_of(found, found.ids.sort().values, layers, options_of(found.kind, options), target, longer=False)
     vocab.check(drafter.d2t, drafter.t2d)
-    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         checkpoint.save(temporary, drafter.tensors(), {**drafter.meta(), "target": origin})
