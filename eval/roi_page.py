@@ -1,5 +1,7 @@
 """The ROI plan as one self-contained HTML page, with the plots. It computes nothing: every number is the plan's."""
 
+from collections.abc import Iterable
+from itertools import cycle
 from typing import Any
 
 import matplotlib
@@ -12,11 +14,12 @@ from eval.report import page
 
 COLOURS = [BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9"]
 HEIGHT = 2.9
+LONGEST = 26  # letters of a name in a legend; the table carries the whole one
 
 
 def render(plan: dict[str, Any]) -> str:
     """The page as text: no script, no resource outside it; everything that a file named is escaped."""
-    colours = dict(zip(plan["points"], [GREY, *COLOURS]))
+    colours = colours_of(plan["points"])
     with matplotlib.rc_context(STYLE):
         plots = {"speedup": plot_speedup(plan, colours), "frontier": plot_frontier(plan, colours)}
         if plan["loads"]:
@@ -37,6 +40,15 @@ def table_rows(plan: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a method: its best configuration and its money."""
     return [{"name": name, **point, "full_load": plan["sides"][name]["full_load"],
              "demand": plan["sides"][name]["at_demand"]} for name, point in plan["best"].items()]
+
+
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Grey for plain decoding; from the seventh drafter on colours come again."""
+    return {"none": GREY} | dict(zip((name for name in names if name != "none"), cycle(COLOURS)))
+
+
+def legend(name: str) -> str:
+    return "no drafter" if name == "none" else name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
 
 
 def _plain_log(axes: Axes, axis: str) -> None:
@@ -60,7 +72,7 @@ def plot_speedup(plan: dict[str, Any], colours: dict[str, str]) -> Markup:
         axes.fill_between(x, [r["low"] for r in curve], [r["high"] for r in curve], color=colours[name], alpha=0.22,
                           linewidth=0)
         axes.plot(x, [r["speedup"] for r in curve], "o-", color=colours[name], markersize=3.5, linewidth=1.5,
-                  label=name)
+                  label=legend(name))
         for low, high in plan["wins"][name]["sure"]:
             axes.axvspan(low / 1.06, high * 1.06, ymax=0.045, color=colours[name], alpha=0.5, linewidth=0)
     axes.axhline(1.0, color=INK, linewidth=0.8)
@@ -88,7 +100,7 @@ def plot_frontier(plan: dict[str, Any], colours: dict[str, str]) -> Markup:
                 front.append(p)
                 most = p["tok_s"]
         axes.plot([p["ms"] for p in front], [p["tok_s"] / ranks for p in front], "o-", color=colours[name],
-                  markersize=3.5, linewidth=1.5, label="without a drafter" if name == "none" else name)
+                  markersize=3.5, linewidth=1.5, label=legend(name))
     if plan["traffic"]["slo_ms"]:
         axes.axvline(plan["traffic"]["slo_ms"], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
         axes.annotate("SLO", (plan["traffic"]["slo_ms"], 0.02), (3, 0), xycoords=("data", "axes fraction"),
@@ -106,7 +118,7 @@ def _loads(plan: dict[str, Any], colours: dict[str, str], key: str, label: str, 
     x = [row["tok_s"] for row in plan["loads"]]
     for method in plan["best"]:
         axes.step(x, [row[key][method] for row in plan["loads"]], where="mid", color=colours[method], linewidth=1.6,
-                  label="without a drafter" if method == "none" else method)
+                  label=legend(method))
     if plan["traffic"]["demand_tok_s"]:
         axes.axvline(plan["traffic"]["demand_tok_s"], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     _plain_log(axes, "x")

@@ -102,7 +102,7 @@ def test_days_to_pay_back_need_both_prices_or_none():
     for name, prices in (("both", (2.0, 4.0)), ("none", (0.0, 0.0)), ("training", (0.0, 4.0))):
         made = planner(demand_tok_s=30000.0, slo_ms=30.0, price_per_gpu_hour=prices[0],
                        training_price_per_gpu_hour=prices[1])
-        plan = worth(made, [method(made)], MODEL, 48.0)
+        plan = worth(made, [method(made)], MODEL, {"ours": (48.0, "as given")})
         days[name] = plan["money"]["ours"]["payback_days"] * 24 * plan["money"]["ours"]["gpus_saved"]
         assert any("counted in GPU hours" in n for n in plan["notes"]) == (name == "training")
     assert days == pytest.approx({"both": 96, "none": 48, "training": 48})
