@@ -115,7 +115,11 @@ def plan(recipe: Recipe, options: Options, words: list[str]) -> None:
         return
     paths = options.reports or [str(Path(recipe.runs_dir) / recipe.name / "eval" / "report.json")]
     methods = methods_of(planner, paths, recipe.roi.domain, bits)
-    found = worth(planner, methods, target, hours_of(recipe, paths, methods))
+    hours = hours_of(recipe, paths, methods)
+    found = worth(planner, methods, target, hours)
+    if recipe.roi.training_gpu_hours and not hours:
+        found["notes"].append(f"roi.training_gpu_hours = {recipe.roi.training_gpu_hours:g} is of one drafter, and "
+                              "which one is not known: give training_gpu_hours in each one's file")
     found["time"] = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(folder / "roi.json", found)
     write_text(folder / "roi.html", roi_page.render(found))

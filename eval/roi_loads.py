@@ -43,10 +43,10 @@ def chosen(planner: Planner, methods: list[Method]) -> list[dict[str, Any]]:
 
 
 def by_load(planner: Planner, best: dict[str, Point]) -> list[dict[str, Any]]:
-    """GPUs and $ per million at each load, from a tenth of a plain replica to thirty; the method that takes fewest
-    GPUs, plain decoding where it ties."""
+    """GPUs and $ per million at each load, from a tenth of a plain replica to thirty, or to half more than the demand;
+    the method that takes fewest GPUs, plain decoding where it ties."""
     unit, rows = best[PLAIN.name].tok_s if PLAIN.name in best else max(p.tok_s for p in best.values()), []
-    for load in unit * np.geomspace(0.1, 30, 60):
+    for load in np.geomspace(0.1 * unit, max(30 * unit, 1.5 * planner.section.demand_tok_s), 60):
         gpus = {name: planner.gpus(p, load) for name, p in best.items()}
         price = planner.section.price_per_gpu_hour
         top = min(gpus, key=lambda name: (gpus[name], name != PLAIN.name, -best[name].tok_s))

@@ -33,6 +33,7 @@ from recipes.speculation import (
 BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
 DRAWS = 100
 LEVEL = 0.9
+MOST = {"price_per_gpu_hour": 1e6, "demand_tok_s": 1e12}  # beyond, a figure is a slip
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,9 @@ def check(planner: Planner, methods: list[Method], target: str) -> None:
     refuse.unmeasured_steps(planner.calibration.fit.observations)
     refuse.split_replica(1, s.tensor_parallel, place.shape)
     refuse.constant_spot(s.price_kind, s.days, s.spot_held)
+    for name, most in MOST.items():
+        if getattr(s, name) > most:
+            raise ConfigError(f"roi.{name} = {getattr(s, name):g}: must be at most {most:g}")
     mean = s.input_tokens + s.output_tokens
     if 0 < s.longest_tokens < mean:
         raise ConfigError(f"roi.longest_tokens = {s.longest_tokens:g}: a mean request has {mean:g} tokens, prompt and "

@@ -69,11 +69,11 @@ def other_engine(plain: Mapping[str, Any], speculative: Mapping[str, Any]) -> No
                              f"{speculative.get(key)!r}: a speedup across engines, versions or flags is none")
 
 
-def other_ranks(measured: int, planned: int) -> None:
-    """3: sums over other numbers of GPUs, other parts of each matrix: the steps say nothing of them."""
+def other_place(field: str, measured: Any, planned: Any) -> None:
+    """3: steps say nothing of another GPU, or of sums over another number of them."""
     if measured != planned:
-        raise Refusal(3, f"roi.tensor_parallel = {planned}, the steps were measured with {measured}: set it to "
-                         f"{measured}, or measure with {planned}")
+        raise Refusal(3, f"{field} = {planned}, the steps were measured with {measured}, which says nothing of it: "
+                         f"set it to {measured}, or measure with {planned}")
 
 
 def beyond_bounds(speedup: float | None = None, kept: float | None = None, tok_s: float | None = None,

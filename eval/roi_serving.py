@@ -27,8 +27,10 @@ def serving(recipe: Recipe, calibration: Calibration) -> tuple[Planner, str]:
     measured: Hardware = roi_files.gpu_of(steps.hardware)
     gpu = spelt(section.hardware, recipe.plan.custom, "roi.hardware")[1] if section.hardware else measured
     if section.hardware and dataclasses.asdict(gpu) != dataclasses.asdict(measured):
-        refuse.other_engine({"hardware": steps.hardware.get("name")}, {"hardware": section.hardware})
-    refuse.other_ranks(steps.tensor_parallel, section.tensor_parallel)
+        same = section.hardware == steps.hardware.get("name")
+        refuse.other_place("roi.hardware", steps.hardware.get("name"),
+                           f"{section.hardware}{' as the recipe describes it' if same else ''}")
+    refuse.other_place("roi.tensor_parallel", steps.tensor_parallel, section.tensor_parallel)
     kept = dict(steps.target)
     name = section.model or recipe.target.model
     own = section.weight_bits or (kept.get("weight_bits") if kept.get("model") == name else 0.0)

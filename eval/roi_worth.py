@@ -8,6 +8,8 @@ from eval import roi_refuse as refuse
 from eval.roi_loads import by_load, chosen, chosen_by_load, sensitivity, winning
 from eval.roi_plan import DRAWS, PLAIN, Method, Planner, Point, acceptance_factors, bounded, check
 from recipes import money
+from recipes.errors import ConfigError
+from recipes.named_shapes import named
 
 SCHEMA = "drafthouse.roi/1"
 FAR = 2.0  # times the longest measured context, or a part of the shortest, from which the plan says so
@@ -135,7 +137,7 @@ def notes(planner: Planner, methods: list[Method], best: dict[str, Point], targe
 def carried(planner: Planner, methods: list[Method], target: str) -> list[str]:
     """Where the constants are used for something else than they were measured with."""
     steps, s, found = planner.calibration.steps, planner.section, []
-    if steps.target.get("model") != target:
+    if not same_sizes(steps.target.get("model", ""), target):
         found.append(f"the steps are of {steps.target.get('model')}: an engine's constants carry over to another "
                      "target, within what docs/roi.md states")
     timed, planned = steps.place().keep, planner.place.keep
@@ -155,6 +157,14 @@ def carried(planner: Planner, methods: list[Method], target: str) -> list[str]:
             found.append(f"{method.name}: the steps are of {kind}, so its own drafting, {method.draft.kind}, was not "
                          "timed: its speed rests on the model")
     return found
+
+
+def same_sizes(timed: str, target: str) -> bool:
+    """Whether two names are of one target, or of one entry of the table: a step takes what its sizes take."""
+    try:
+        return timed == target or named(timed) == named(target)
+    except ConfigError:
+        return False
 
 
 def shown(name: str) -> str:
@@ -217,7 +227,7 @@ def _demand(s, name: str, worth_of: dict[str, Any]) -> list[str]:
     if not at:
         return []
     line = (f"For {s.demand_tok_s:,.0f} tokens/s with {100 * s.headroom:.0f} % of each replica planned with: "
-            f"{at['plain']['gpus']} GPUs without a drafter, {at['speculative']['gpus']} with {name}")
+            f"{at['plain']['gpus']:,} GPUs without a drafter, {at['speculative']['gpus']:,} with {name}")
     if "saved_in_days" in worth_of:
         dollars = worth_of["saved_in_days"]["dollars"]
         line += f"; ${abs(dollars):,.0f} {'less' if dollars >= 0 else 'more'} in {s.days:g} days"

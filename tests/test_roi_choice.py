@@ -40,6 +40,9 @@ def test_nobody_trains_a_lookup(world, capsys):
     assert planned(world, str(world / "theirs.json")) == 0
     money = found(world)["money"]
     assert "training" not in money["ours"] and money["theirs"]["training"]["gpu_hours"] == 9.0
+    (world / "theirs.json").write_text(json.dumps(acceptance(name="theirs")))
+    assert planned(world, str(world / "theirs.json")) == 0
+    assert any("roi.training_gpu_hours = 48 is of one drafter, and which" in n for n in found(world)["notes"])
 
 
 def test_hours_are_those_of_the_reports_run(world):
@@ -149,6 +152,16 @@ def test_other_parallelism_names_the_field(world, capsys):
     """The steps are of one GPU."""
     assert planned(world, "--roi.tensor_parallel", "2") == 2
     assert "refused (3): roi.tensor_parallel = 2, the steps were measured with 1" in capsys.readouterr().err
+    assert planned(world, "--roi.hardware", "h200") == 2
+    assert "refused (3): roi.hardware = h200, the steps were measured with h100-sxm" in capsys.readouterr().err
+
+
+def test_loads_reach_the_demand(world, capsys):
+    """However large it is, within reason."""
+    assert planned(world, "--demand", "5e6") == 0
+    assert found(world)["loads"][-1]["tok_s"] == pytest.approx(7.5e6)
+    for flag, value in (("--demand", "1e13"), ("--price", "1e7")):
+        assert planned(world, flag, value) == 2 and "must be at most" in capsys.readouterr().err
 
 
 def test_steps_that_cannot_be_are_refused():

@@ -54,6 +54,8 @@ def test_notes_say_what_the_steps_are_of():
     told = worth(made, [], "another", None)["notes"]
     assert any("the steps are of llama-3.1-8b: an engine's constants carry over" in n for n in told)
     assert any("mean context of 1,300 tokens is far from the 640 to 640 of the steps" in n for n in told)
+    spelt = worth(made, [], "meta-llama/Llama-3.1-8B-Instruct", None)["notes"]
+    assert not any("carry over" in n for n in spelt), "a tuning has the same sizes, so the same steps"
     near = worth(planner(input_tokens=1100.0, output_tokens=200.0), [], MODEL, None)["notes"]
     assert not any("carry over" in n or "far from" in n for n in near)
 
