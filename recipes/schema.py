@@ -340,7 +340,7 @@ class Roi:
     model: str = opt("", "a target of recipes/shapes.json, which needs no config.json; empty is target.model")
     tensor_parallel: PositiveInt = opt(1, "GPUs of a replica")
     weight_bits: NonNegativeFloat = opt(0.0, "bits a weight of the target's layers as it is served; 0: its own")
-    cache_bits: PositiveFloat = opt(16.0, "bits of its keys and values")
+    cache_bits: NonNegativeFloat = opt(0.0, "bits of its keys and values; 0: as the measured steps say, else 16")
     memory_share: Share = opt(0.9, "share of a GPU's memory for weights, drafter and cache")
     pools: Literal["shared", "apart"] = opt("shared", "apart: prompts run on GPUs of their own (disaggregated)")
     input_tokens: PositiveFloat = opt(512.0, "mean length of a prompt")
