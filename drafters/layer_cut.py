@@ -64,7 +64,7 @@ class LMSession:
     """A standalone model in the decoding loop. At position t it reads x[t] and predicts x[t+1]."""
 
     def __init__(self, drafter: StandaloneLM, cache: RowCache) -> None:
-        self.drafter, self.cache = drafter, cache
+        self.drafter, self.cache, self.drafted = drafter, cache, False
         self.first: Tensor | None = None  # [B, 1] tokens of the prompts that no position's following token names
 
     def begin(self, prompts: list[list[int]]) -> None:
@@ -79,7 +79,7 @@ class LMSession:
         self.pending = tokens, positions, last[:, None]
 
     def propose(self, plan: Plan | int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
-        plan, drafter = planned(plan), self.drafter
+        plan, drafter, self.drafted = planned(plan), self.drafter, True
         tokens, positions, last = self.pending
         grown = growth(plan, len(tokens), drafter.draft_ids, len(drafter.draft_ids), sample)
         states = take(drafter.states(tokens, positions, self.cache), last)  # [B, 1, H]
@@ -98,13 +98,22 @@ class LMSession:
         self.pending = tuple(part[rows] for part in self.pending)
 
     def join(self, other: "LMSession") -> None:
-        """The joining rows' prompts are run first, so that their last token alone is pending."""
-        tokens, positions, last = other.pending
-        other.drafter.states(tokens, positions, other.cache)
+        """Joining prompts are run first, so that their last token alone is pending; this session's own too, where a
+        row ended with its first token, before anything was drafted."""
+        if not self.drafted:
+            self.settle()
+        other.settle()
         self.cache.join(other.cache)
         width = self.pending[0].shape[1]
-        settled = take(tokens, last).expand(-1, width), take(positions, last).expand(-1, width), torch.zeros_like(last)
+        tokens, positions, last = other.pending
+        settled = tokens.expand(-1, width), positions.expand(-1, width), last
         self.pending = tuple(torch.cat(pair) for pair in zip(self.pending, settled))
+
+    def settle(self) -> None:
+        """Runs what is pending and leaves each row's last token alone pending."""
+        tokens, positions, last = self.pending
+        self.drafter.states(tokens, positions, self.cache)
+        self.pending = take(tokens, last), take(positions, last), torch.zeros_like(last)
 
 
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> StandaloneLM:

@@ -176,7 +176,7 @@ class ChainSession:
     """A recursive drafter in the decoding loop: the first step takes the newly verified states, the draft follows."""
 
     def __init__(self, drafter: Any, rows: int, capacity: int, layers: int = 1) -> None:
-        self.drafter = drafter
+        self.drafter, self.drafted = drafter, False
         self.memory = RowMemory(rows, capacity, layers)
 
     def begin(self, prompts: list[list[int]]) -> None:
@@ -187,6 +187,7 @@ class ChainSession:
 
     def propose(self, plan: Plan | int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
         drafter, plan = self.drafter, planned(plan)
+        self.drafted = True
         state, tokens, positions, last = self.pending
         grown = growth(plan, len(tokens), drafter.draft_ids, drafter.shape.vocab_size, sample)
         self.memory.begin(positions.gather(1, last)[:, 0])
@@ -203,7 +204,10 @@ class ChainSession:
         self.pending = tuple(part[rows] for part in self.pending)
 
     def join(self, other: "ChainSession") -> None:
-        """A joining row's pending positions are as many as a prompt has: all but the last are written first."""
+        """A joining row's pending positions are as many as a prompt has: all but the last are written first; this
+        session's own too, where a row ended with its first token, before anything was drafted."""
+        if not self.drafted:
+            self.settle()
         other.settle()
         self.memory.join(other.memory)
         width = self.pending[1].shape[1]

@@ -14,6 +14,7 @@ from drafters.tree import DynamicTree, Plan, chain
 from eval.choice import Accuracies, Choice, Curve, choose
 from eval.decode import Decoder, Output
 from eval.metrics import Acceptance
+from eval.settings import exact_of
 from eval.timing import medians_in_turns
 from recipes.schema import Eval
 
@@ -29,9 +30,10 @@ class Deterministic(Exception):
 @torch.inference_mode()
 def rank_accuracies(target: Target, drafter: Drafter, prompts: list[list[int]], outputs: list[Output], depth: int,
                     width: int) -> Accuracies:
-    """[depth][width] shares of the target's greedy tokens that are the drafter's guess of each rank, from every place
-    of the answers, the drafter being led along the answer. Raises Deterministic for a drafter that has no
-    distribution to rank tokens by."""
+    """[depth][width] shares of the target's own tokens that are the drafter's guess of each rank, from every place of
+    the answers, the drafter being led along the answer. Of sampled answers that is the probability that a guess of this
+    rank is accepted: one that is not drawn is accepted with p(x), whatever was tried before it. Raises Deterministic
+    for a drafter that has no distribution to rank tokens by."""
     hits, seen = torch.zeros(depth, width), torch.zeros(depth)
     for prompt, out in zip(prompts, outputs):
         if len(out.tokens) > 1:
@@ -110,12 +112,14 @@ def measure_curve(target: Target, drafter: Drafter, context: int, widths: list[i
 
 
 def measured_choice(target: Target, drafter: Drafter, prompts: list[list[int]], section: Eval) -> Choice:
-    """What to draft, by ranks along plain answers to these prompts and by costs measured here at batch 1.
+    """What to draft, by ranks along plain answers to these prompts at the recipe's sampling (a lossy rule aside) and by
+    costs measured here at batch 1.
 
     Chains of at most eval.draft_length; with eval.choose = tree, trees of so many levels and at most eval.tree.total
     nodes too. A drafter without a distribution is judged by the chain that it drafts.
     """
-    decoder, levels, trees = Decoder(target, section.speed_tokens), section.draft_length, section.choose == "tree"
+    decoder = Decoder(target, section.speed_tokens, **exact_of(section))
+    levels, trees = section.draft_length, section.choose == "tree"
     plain = decoder.plain(prompts)
     try:
         accuracies = rank_accuracies(target, drafter, prompts, plain, levels, section.tree.top_k)

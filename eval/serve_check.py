@@ -20,6 +20,7 @@ from drafters.placement import on_the_cpu
 from drafters.target import Target
 from eval.engine_run import Answers, Job, job_for, offline, over_http, stoppable
 from eval.plans import in_words
+from eval.settings import beyond_greedy
 from eval.ship import CHECK, check_formats, digests, evaluated_as, loaded_by_vllm, proven
 from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError, RunError
@@ -70,6 +71,9 @@ def expected(recipe: Recipe, folder: Path, target: Target) -> Expected:
         if settings.get("lossy"):
             raise RunError(f"{path}: of typical acceptance, which engines do not have; run `make eval` with "
                            "eval.acceptance: exact")
+        if beyond_greedy(settings):
+            raise RunError(f"{path}: was measured at {beyond_greedy(settings)}; engines are asked greedily here: run "
+                           "`make eval` with eval.sampling and eval.stop at their defaults")
         names, ids = asked(recipe, folder, target)
         if settings["prompt_ids_sha256"] != sha256_json(ids):
             raise RunError(f"{path}: eval.prompts, eval.sets, eval.limit or the chat template give other ids than were "

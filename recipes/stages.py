@@ -236,6 +236,7 @@ class Judging:
     check: bool
     check_prompts: int
     check_tokens: int
+    apart: bool = False  # greedy text is decoded for the lossless proof alone
 
 
 def export(shape: ModelShape, keep: Format, machine: Machine, load: Load, section: Judging) -> Stage:
@@ -284,13 +285,14 @@ def evaluate(shape: ModelShape, keep: Format, machine: Machine, load: Load, sect
         filling = waves * pass_seconds(shape, Pass(at_once, prompt), keep, speed)
         return filling + waves * new / load.accepted * cycle_seconds(shape, keep, machine, at_once, context, section)
 
-    timed = section.timed + 1  # one more warms up
+    timed, proven = section.timed + 1, min(section.lossless, load.judged)  # one more warms up
     # Of each batch size all timed prompts; twice where they are fewer than two batches, repeated where fewer than one.
     batches = [(b, section.timed if section.timed >= 2 * b else 2 * max(section.timed, b)) for b in section.batch_sizes]
     parts = {
         "start and loading": machine.start_s + weights * keep.gpus / machine.disk,
         "acceptance": speculative(load.judged, section.max_tokens, section.batch),
-        "lossless": plain(min(section.lossless, load.judged), section.max_tokens, section.batch),
+        "lossless": plain(proven, section.max_tokens, section.batch)
+        + (speculative(proven, section.max_tokens, section.batch) if section.apart else 0.0),
         "speed": 2 * plain(timed, section.timed_tokens, 1) + 2 * speculative(timed, section.timed_tokens, 1)
         + sum(plain(rows, section.timed_tokens, b) + speculative(rows, section.timed_tokens, b) for b, rows in batches),
         "sampling": section.contexts * (pass_seconds(shape, Pass(1, prompt), keep, speed)
