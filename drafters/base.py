@@ -4,7 +4,7 @@ Legend: B rows, S sequence, P loss positions of a row (padded), n*Ht tapped targ
 V target vocabulary, D draft vocabulary, K draft length.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -119,6 +119,7 @@ class Drafter(Protocol):
     """A trainable drafter: a torch module with the methods that trainer and loop call."""
 
     vocabulary_modules: tuple[str, ...]  # submodules whose matrices have a row for each token: heads, embeddings
+    one_pass: bool  # whether a draft of any length is one pass; a drafter without it takes a pass for each level
 
     def count(self, batch: Batch) -> int:
         """Supervised positions of a micro-batch: what the loss is normalised by."""
@@ -128,6 +129,9 @@ class Drafter(Protocol):
 
     def flops(self, tokens: float, worked: Sequence[float]) -> float:
         """Model FLOPs, forward and backward, of reading `tokens` with worked[k] positions of loss at depth k."""
+
+    def chain_logits(self, batch: Batch, K: int) -> Iterable[Tensor]:
+        """Logits [B, P, D] of each of K steps of the greedy drafts from every position at which one can start."""
 
     def chains(self, batch: Batch, K: int) -> tuple[Tensor, Tensor, Tensor]:
         """Greedy drafts from every position at which a draft can start: tokens [B, P, K], at [B, P], valid."""

@@ -1,27 +1,36 @@
 """What the registry calls for drafter.kind eagle3: a fresh drafter for a target, and one from a checkpoint's parts.
+Kinds with the same layers are built by the same two functions.
 
 Legend: H hidden, D draft vocabulary.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from drafters import vocab
-from drafters.eagle3 import Eagle3, Options
+from drafters.eagle3 import Eagle3, Options, Shared
 from drafters.layers import Shape
 from drafters.placement import weight_of
+from recipes.draft_cost import DraftSize
 from recipes.errors import ConfigError
+from recipes.model_shape import ModelShape
+
+Built = TypeVar("Built", bound=Eagle3)
 
 
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> Eagle3:
-    """A fresh drafter for a loaded target (drafters.target.Target with taps): vocabulary, sizes, first weights."""
+    """A fresh drafter for a loaded target (drafters.target.Target with taps)."""
+    return fresh(Eagle3, options, target, counts, seed)
+
+
+def fresh(kind: type[Built], options: Shared, target: Any, counts: dict[int, int], seed: int) -> Built:
+    """A drafter of this kind with its vocabulary, sizes and first weights."""
     ids = vocab.build(counts, options.draft_vocab_size, target.vocab_size, vocab.forced(target))
     torch.manual_seed(seed)
-    drafter = Eagle3(options, Shape.from_target(target.config, options.draft_vocab_size,
-                                                        options.intermediate_size), target.layers, ids,
-                     target.embedding.clone(), target.head_weight.clone())
+    shape = Shape.from_target(target.config, options.draft_vocab_size, options.intermediate_size)
+    drafter = kind(options, shape, target.layers, ids, target.embedding.clone(), target.head_weight.clone())
     with torch.no_grad():
         initialise(drafter)
         if options.start == "target_layer":
@@ -31,7 +40,13 @@ def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> E
 
 def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: dict[str, Tensor],
          target: Any) -> Eagle3:
-    """A drafter from a checkpoint's parts, on a loaded target.
+    """A drafter from a checkpoint's parts, on a loaded target; see `restored`."""
+    return restored(Eagle3, options, shape, layers, tensors, target)
+
+
+def restored(kind: type[Built], options: Shared, shape: dict[str, Any], layers: list[int],
+             tensors: dict[str, Tensor], target: Any) -> Built:
+    """A drafter of this kind from a checkpoint's parts.
 
     Raises ConfigError where tensors are missing, unexpected, of another shape or number of layers, or for another
     vocabulary.
@@ -46,8 +61,7 @@ def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: di
     except KeyError as error:
         raise ConfigError(f"the checkpoint has no {error.args[0]} tensor") from None
     vocab.check(d2t, t2d)
-    drafter = Eagle3(options, own, layers, vocab.ids_of(d2t), target.embedding.clone(),
-                     target.head_weight.clone())
+    drafter = kind(options, own, layers, vocab.ids_of(d2t), target.embedding.clone(), target.head_weight.clone())
     stored = 1 + len({name.split(".")[1] for name in rest if name.startswith("layers.")})
     if stored != options.num_layers:
         raise ConfigError(f"the checkpoint has tensors of {stored} decoder layer(s), but options.num_layers = "
@@ -59,6 +73,15 @@ def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: di
         raise ConfigError(f"the checkpoint's tensors do not fit the drafter: {wrong[:4]}")
     drafter.load_state_dict(rest)
     return drafter
+
+
+def cost(options: Options, shape: ModelShape, config: dict[str, Any], taps: int) -> DraftSize:
+    """Sizes of the drafter for a target of this shape and text config, for `make plan`."""
+    heads = config["num_attention_heads"]
+    return DraftSize(shape.hidden, shape.hidden, taps, heads, config.get("num_key_value_heads") or heads,
+                     config.get("head_dim") or shape.hidden // heads,
+                     options.intermediate_size or config["intermediate_size"], options.draft_vocab_size, shape.vocab,
+                     options.tap_norms, options.train_head, options.num_layers)
 
 
 def initialise(drafter: Eagle3) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from drafters import vocab
-from drafters.export.foreign import STRUCTURE, Imported
+from drafters.export.foreign import Imported
+from drafters.export.kinds import KINDS, MASK_EMBEDDING
 from drafters.registry import entry, options_of
 from drafters.source import FIELD, find, read
 from drafters.target import Target, default_layers
@@ -61,6 +62,8 @@ def drafter_of(found: Imported, ids: Tensor, layers: list[int], options: Any, ta
     """The drafter of an imported checkpoint with draft vocabulary `ids` [D], on a loaded target that it fits. longer:
     it is to be trained, for all positions of the target, where its rotary kind knows no longest one."""
     tensors = {name: t.float() for name, t in found.tensors.items()}
+    if found.own_row is not None:  # engines embed the masks by the target's row where the folder has no table
+        tensors.setdefault(MASK_EMBEDDING, target.embedding[found.own_row].float().cpu())
     d2t, t2d = vocab.maps(ids, target.vocab_size)
     tensors |= {"lm_head.weight": head_rows(own_head(found, target), found.ids, ids, target.head_weight),
                 "d2t": d2t, "t2d": t2d}
@@ -91,10 +94,16 @@ def check_fit(found: Imported, target: Target, where: str) -> list[int]:
     if layers != target.layers:
         raise ConfigError(f"{said}, but the target is tapped at {target.layers}; set trace.layers: {layers} and run "
                           "`make trace` under another name")
-    if found.embedding is not None and not same_values(found.embedding, target.embedding.cpu()):
+    tables = [] if found.embedding is None else without(found.own_row, found.embedding, target.embedding.cpu())
+    if tables and not same_values(*tables):
         raise ConfigError(f"{where}: embed_tokens.weight is not the embedding of target.model = {model}, which the "
                           "drafter here reads: it is for another target, or trained its own")
     return layers
+
+
+def without(row: int | None, *tables: Tensor) -> list[Tensor]:
+    """The tables [V, H] without this row, where one is named."""
+    return [t if row is None else torch.cat([t[:row], t[row + 1 :]]) for t in tables]
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
@@ -111,7 +120,7 @@ def resolve(found: Imported, stated: dict[str, Any], target: Target, vocabulary:
         raise ConfigError(f"drafter.options.start = {stated['start']}: is for a fresh drafter; {FIELD} = {where} says "
                           "what this run starts from: leave one out")
     chosen = {}
-    for name in STRUCTURE:
+    for name in (*found.options, *found.unsaid):
         if name in found.unsaid:
             if name not in stated:
                 raise ConfigError(f"{where}: {found.unsaid[name]}; set drafter.options.{name}")
@@ -121,6 +130,8 @@ def resolve(found: Imported, stated: dict[str, Any], target: Target, vocabulary:
         wanted = stated.get(name, said)
         if name == "intermediate_size":
             wanted = wanted or target.config.intermediate_size
+        if name == KINDS[found.kind].own_row and wanted == -1:
+            wanted = said
         if name == "draft_vocab_size" and vocabulary == "rebuild":
             chosen[name] = wanted
         elif wanted != said:

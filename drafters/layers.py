@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MOST_LAYERS = 2  # decoder layers of a drafter that are tested, and that engines are known to load
+MOST_PARALLEL_LAYERS = 4  # of one that drafts in parallel, which vLLM alone serves
 
 
 @dataclass

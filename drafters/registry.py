@@ -32,6 +32,7 @@ class Entry:
 
 REGISTRY: dict[str, Entry] = {
     "eagle3": Entry("drafters.eagle3_build", "train/eagle3.py"),
+    "parallel": Entry("drafters.parallel", "train/parallel.py"),
     "lookup": Entry("drafters.lookup"),
     "layer_cut": Entry("drafters.layer_cut"),
 }

@@ -1,8 +1,8 @@
 """Which chain or tree to draft: a search over what was measured, never over what is hoped for.
 
 What a draft is worth: E = 1 + the sum over its nodes of the probability that their path is accepted. What it costs: one
-pass of the drafter a level, one verification of all nodes and the last token. Speedup = E * target step / cost
-(Leviathan et al. 2023, theorem 3.8; trees: Cai et al. 2024, Medusa, appendix C).
+pass of the drafter a level, or one for all levels, and one verification of all nodes and the last token.
+Speedup = E * target step / cost (Leviathan et al. 2023, theorem 3.8; trees: Cai et al. 2024, Medusa, appendix C).
 Pure functions; eval/adapt.py measures. Legend: D levels, R ranks.
 """
 
@@ -24,6 +24,7 @@ class Curve:
     verify_ms: dict[int, float]
     draft_ms: dict[int, float]
     batch: int = 1
+    one_pass: bool = False  # draft_ms holds the one pass that drafts every level
 
     def verify(self, tokens: int) -> float:
         return between(self.verify_ms, tokens)
@@ -84,8 +85,11 @@ def expected(plan: StaticTree, accuracies: Accuracies) -> float:
 
 def cost_ms(plan: StaticTree, curve: Curve) -> float:
     """Milliseconds of a cycle."""
+    verify = curve.verify(plan.nodes + 1)
+    if curve.one_pass:
+        return curve.draft(1) + verify
     parents = [sum(len(path) == level for path in {p[:-1] for p in plan.paths}) for level in range(plan.depth)]
-    return sum(curve.draft(max(1, n)) for n in parents) + curve.verify(plan.nodes + 1)
+    return sum(curve.draft(max(1, n)) for n in parents) + verify
 
 
 def choose(accuracies: Accuracies, curve: Curve, budgets: list[int], trees: bool) -> Choice:

@@ -208,7 +208,7 @@ def examine(recipe: Recipe, options: Options, folder) -> tuple[list[Evidence], s
         if options.python:
             job = Job(target.path, str(out.resolve()), K, list(ids.values()), max_tokens, target.end_ids,
                       recipe.target.dtype, {"enforce_eager": True, "max_model_len": min(target.max_length, 2048)},
-                      [p.messages for p in chosen])
+                      [p.messages for p in chosen], recipe.drafter.kind == "parallel")
             (folder / "doctor").mkdir(exist_ok=True)
             log = folder / "doctor" / f"{layout}.log"
             threads = recipe.target.threads or 2

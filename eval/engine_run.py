@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from drafters.export.serving import speculative_config
 from recipes.errors import RunError
 
 WORKER = Path(__file__).resolve().parent / "serve_worker.py"
@@ -41,6 +42,7 @@ class Job:
     dtype: str
     engine: dict[str, Any] = field(default_factory=dict)
     chats: list[Any] = field(default_factory=list)  # messages that the engine's own tokenizer is to render
+    parallel: bool = False  # the drafter gives all its tokens in one pass
 
 
 @dataclass
@@ -112,9 +114,7 @@ def server(python: str, job: Job, threads: int, log: Path) -> Iterator[httpx.Cli
     command = [python, "-P", "-m", SERVER, "--model", job.model, "--served-model-name", "target", "--dtype", job.dtype,
                "--host", "127.0.0.1", "--port", str(port), *arguments(job.engine)]
     if job.drafter is not None:
-        command += ["--speculative-config", json.dumps({
-            "method": "eagle3", "model": job.drafter, "num_speculative_tokens": job.drafted,
-            "draft_tensor_parallel_size": 1})]
+        command += ["--speculative-config", speculative_config(job.drafter, job.drafted, job.parallel)]
     with open(log, "w", encoding="utf-8") as said:
         process = subprocess.Popen(command, env=settings(threads), stdout=said, stderr=subprocess.STDOUT)
         try:

@@ -15,7 +15,7 @@ from rich.text import Text
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from data.preview import duration
-from drafters.registry import options_of
+from drafters.registry import REGISTRY, entry, options_of
 from drafters.target import default_layers, resolve_model
 from eval.plan_load import loads
 from eval.plan_machine import formats, hardware_of, machines
@@ -50,16 +50,13 @@ def read_config(recipe: Recipe) -> dict[str, Any]:
 
 def draft_size(recipe: Recipe, shape: ModelShape, config: dict[str, Any]) -> DraftSize:
     """The drafter that the recipe trains. ConfigError for a kind whose cost is not known."""
-    if recipe.drafter.kind != "eagle3":
-        raise ConfigError(f"drafter.kind = {recipe.drafter.kind}: its cost is not known yet; make plan knows eagle3")
-    options = options_of(recipe.drafter.kind, recipe.drafter.options)
-    text = config.get("text_config", config)
-    heads = text["num_attention_heads"]
+    cost = getattr(entry(recipe.drafter.kind).code, "cost", None)
+    if cost is None:
+        known = [kind for kind, one in REGISTRY.items() if hasattr(one.code, "cost")]
+        raise ConfigError(f"drafter.kind = {recipe.drafter.kind}: its cost is not known yet; make plan knows "
+                          f"{', '.join(known)}")
     taps = len(recipe.trace.layers or default_layers(shape.layers))
-    return DraftSize(shape.hidden, shape.hidden, taps, heads, text.get("num_key_value_heads") or heads,
-                     text.get("head_dim") or shape.hidden // heads,
-                     options.intermediate_size or text["intermediate_size"], options.draft_vocab_size, shape.vocab,
-                     options.tap_norms, options.train_head, options.num_layers)
+    return cost(options_of(recipe.drafter.kind, recipe.drafter.options), shape, config.get("text_config", config), taps)
 
 
 def tracing(recipe: Recipe, taps: int) -> Tracing:
@@ -80,7 +77,7 @@ def training(recipe: Recipe, size: DraftSize, load: Load) -> Training:
                     section.accumulation, section.validate_every,
                     section.validation_draft_length, section.keep, recipe.plan.zero_stage,
                     section.dtype == "bfloat16", "stored" if recipe.trace.mode == "store" else "computed", kept,
-                    recipe.trace.dtype)
+                    recipe.trace.dtype, getattr(options, "depth_floor", 0.0))
 
 
 def judging(recipe: Recipe, size: DraftSize) -> Judging:

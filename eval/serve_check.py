@@ -136,7 +136,8 @@ def check(recipe: Recipe, options: Options, folder: Path, say=print) -> dict[str
 
     def job(drafter: Path | None) -> Job:
         return Job(target.path, None if drafter is None else str(drafter.resolve()), wanted.drafted, wanted.ids,
-                   wanted.max_tokens, target.end_ids, recipe.target.dtype, engine_arguments)
+                   wanted.max_tokens, target.end_ids, recipe.target.dtype, engine_arguments,
+                   parallel=recipe.drafter.kind == "parallel")
 
     say(f"vLLM without a drafter, {len(wanted.ids)} prompts")
     plain = offline(python, job(None), threads, place / "plain.log")

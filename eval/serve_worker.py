@@ -1,9 +1,9 @@
 """One vLLM engine that answers a job's prompts greedily, as a process of the environment that has vLLM.
 
 `python -P eval/serve_worker.py JOB RESULT`: JOB holds {model, drafter (folder or null), drafted, prompts (token ids),
-max_tokens, stop, dtype, engine, chats (messages)}; RESULT is {tokens, drafts, accepted (by position), version, torch,
-device, seconds, rendered (ids of the chats)}, or {error}. Imports nothing of the project, whose packages are not
-installed there.
+max_tokens, stop, dtype, engine, chats (messages), parallel}; RESULT is {tokens, drafts, accepted (by position),
+version, torch, device, seconds, rendered (ids of the chats)}, or {error}. Imports nothing of the project, whose
+packages are not installed there.
 """
 
 import importlib.metadata
@@ -43,6 +43,8 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     if job["drafter"] is not None:
         more["speculative_config"] = {"method": "eagle3", "model": job["drafter"],
                                       "num_speculative_tokens": job["drafted"], "draft_tensor_parallel_size": 1}
+        if job["parallel"]:
+            more["speculative_config"]["parallel_drafting"] = True
     llm = vllm.LLM(model=job["model"], dtype=job["dtype"], seed=0, disable_log_stats=False, **more, **job["engine"])
     params = vllm.SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], stop_token_ids=job["stop"],
                                  detokenize=False)

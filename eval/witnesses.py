@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data.batching import collate
 from data.reader import RowReader
 from data.store import TraceRow
-from drafters.propose import UnrollMemory, unroll
 from drafters.target import Target
 from drafters.unrolled import Chains
 from eval.decode import Decoder
@@ -64,20 +62,16 @@ def training(drafter: Any, reader: RowReader, rows: list[TraceRow], K: int, coun
     counts = Acceptance(K)
     for row in rows:
         batch = collate([row]).to(target.device, target.dtype)
-        chains, drafted, found = Chains(batch, 1.0, 0), [], []
-        steps = unroll(drafter, drafter.fuse(batch.taps), F.pad(batch.ids[:, 1:], (0, 1)), batch.positions,
-                       UnrollMemory(chains.at, batch.starts, drafter.options.num_layers), K,
-                       choose=lambda k, output, drafted=drafted: drafted[-1], select=chains.at)
-        for output in steps:
-            found.append(drafter.logits(output).float().log_softmax(-1)[0].cpu())  # [P, D]
-            drafted.append(drafter.draft_ids[found[-1].argmax(-1).to(drafter.draft_ids.device)][None])
+        chains = Chains(batch, 1.0, 0)
+        found = [logits.float().log_softmax(-1)[0].cpu() for logits in drafter.chain_logits(batch, K)]  # [P, D] each
         at, valid = chains.at[0].tolist(), chains.valid[0]
         said.drafts |= {(row.id, t): torch.stack([step[at.index(t)] for step in found]) for t in starts_of(row, count)}
         said.ids[row.id], said.states[row.id] = row.ids.tolist(), row.taps.float()
         if greedy_answers and not row.off_policy:
             said.teacher[row.id] = answer_of(row)
         if walked(row) and greedy_answers:
-            tokens = torch.stack(drafted, dim=-1)[0].cpu()[valid.cpu()].tolist()
+            drafted = drafter.draft_ids.cpu()[torch.stack([step.argmax(-1) for step in found], dim=-1)]  # [P, K]
+            tokens = drafted[valid.cpu()].tolist()
             counts = counts + walk(tokens, answer_of(row), row.tail, K)
     if counts.drafts:
         said.acceptance["rows"] = counts

@@ -150,3 +150,12 @@ def test_choice_on_a_real_target(counting):
     chosen = measured_choice(counting, drafter, [[5, 6], [20, 21]], section)
     assert chosen.plan is None or chosen.expected == pytest.approx(1 + chosen.plan.depth)
     assert "ms of a cycle at batch 1" in chosen.reason
+
+
+def test_a_pass_that_drafts_all_levels_costs_the_same_at_every_length():
+    """A parallel drafter's longer chain costs no further pass: so it is taken wherever it accepts anything more."""
+    one = Curve(10.0, {2: 10.0, 6: 11.0}, {1: 4.0}, one_pass=True)
+    assert cost_ms(chain(1), one) == pytest.approx(14.0) and cost_ms(chain(5), one) == pytest.approx(15.0)
+    assert choose([[0.6]] * 5, one, [], False).plan == chain(5)
+    level = Curve(10.0, {2: 10.0, 6: 11.0}, {1: 4.0})
+    assert cost_ms(chain(5), level) == pytest.approx(31.0) and choose([[0.6]] * 5, level, [], False).plan != chain(5)

@@ -18,11 +18,11 @@ from train.launch import start
 from train.loop import Trainer
 
 
-def trainer_base(folder: Path, rows: list[Conversation] | None = None) -> SimpleNamespace:
-    """A target, its traces (of 12 + 3 rows by default), and a recipe."""
+def trainer_base(folder: Path, rows: list[Conversation] | None = None, **sections: dict) -> SimpleNamespace:
+    """A target, its traces (of 12 + 3 rows by default), and a recipe, whose values `sections` update."""
     model = write_target(folder / "model")
     traces = write_traces(folder / "runs" / "tiny", model, rows or conversations(12, 3))
-    return SimpleNamespace(recipe=write_recipe(folder / "r.yaml", model), reader=TraceReader(traces),
+    return SimpleNamespace(recipe=write_recipe(folder / "r.yaml", model, **sections), reader=TraceReader(traces),
                            target=load_target(model, "float32", LAYERS))
 
 
@@ -31,10 +31,11 @@ def make_trainer(base: SimpleNamespace, folder: Path, rows: list[int] | None = N
     recipe's, `rows` are trained on instead of all."""
     flags = {name.replace("__", "."): str(value) for name, value in overrides.items()}
     recipe = load_recipe(base.recipe, flags)
-    options = options_of("eagle3", recipe.drafter.options)
+    kind = recipe.drafter.kind
+    options = options_of(kind, recipe.drafter.options)
     AcceleratorState._reset_state(True)
     accelerator = start(recipe.train, None)
-    drafter = entry("eagle3").code.build(options, base.target, {i: 1 for i in range(3, 40)}, recipe.train.seed)
+    drafter = entry(kind).code.build(options, base.target, {i: 1 for i in range(3, 40)}, recipe.train.seed)
     section = recipe.train
     plan = plan_for(base.reader, section.batch_rows, 1, section.accumulation, section.seed)
     if rows is not None:

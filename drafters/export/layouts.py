@@ -43,7 +43,7 @@ class Layout:
 LAYOUTS: dict[str, Layout] = {
     "native": Layout(
         lambda meta, dtype, served: native_config(meta, dtype),
-        lambda state, meta, dtype, served: native_tensors(state, meta, dtype),
+        lambda state, meta, dtype, served: native_tensors(state, meta, dtype, served.embedding),
         from_native, lambda config: config, check.violations, carries_embedding=False),
     "speculators": Layout(
         lambda meta, dtype, served: speculators_config(meta, dtype, served.architectures, served.drafted),

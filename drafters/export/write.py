@@ -1,4 +1,4 @@
-"""Writes a trained EAGLE-3 checkpoint in a layout of engines: everything is checked before it gets its name."""
+"""Writes a trained checkpoint in a layout of engines: everything is checked before it gets its name."""
 
 import os
 import re
@@ -13,9 +13,9 @@ from torch import Tensor
 from drafters import vocab
 from drafters.checkpoint import META, WEIGHTS, read_meta, read_tensors
 from drafters.export.check import read_config
-from drafters.export.foreign import STRUCTURE
+from drafters.export.kinds import KINDS, TABLE, VARIANTS, kind_of, mask_token
 from drafters.export.layouts import LAYOUTS, Layout, Served
-from drafters.export.native import DTYPES, VARIANTS, canonical_rope, check_meta, layers_of
+from drafters.export.native import DTYPES, canonical_rope, check_meta, layers_of, own_table
 from drafters.export.serving import FILES, HERE, Deployment, serving_files, target_reference
 from drafters.export.tensor_check import is_size
 from recipes.errors import ConfigError, RunError
@@ -94,6 +94,7 @@ def origin_violations(folder: Path, layout: str) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     keys = LAYOUTS[layout].flat(config)
+    kind = kind_of(keys)
     pairs = {"format": (origin.get("format"), FORMAT), "layout": (origin.get("layout"), layout),
              "layers": (origin.get("layers"), keys.get("eagle_aux_hidden_state_layer_ids")),
              "dtype": (origin.get("dtype"), keys.get("torch_dtype"))}
@@ -101,7 +102,9 @@ def origin_violations(folder: Path, layout: str) -> list[str]:
     pairs["options.num_layers"] = options.get("num_layers", 1), keys.get("num_hidden_layers")
     for flag, (option, on, _) in VARIANTS.items():
         pairs[f"options.{option}"] = options.get(option) == on, bool(keys.get(flag))
-    formed = {"kind": origin.get("kind") == "eagle3", "options": bool(options),
+    if kind.own_row:
+        pairs[f"options.{kind.own_row}"] = options.get(kind.own_row), mask_token(keys)
+    formed = {"kind": origin.get("kind") == kind.name, "options": bool(options),
               "target": bool(target.get("model")) and bool(target.get("fingerprint")),
               "target_layers": is_size(origin.get("target_layers")),
               "checkpoint_sha256": bool(re.fullmatch("[0-9a-f]{64}", str(origin.get("checkpoint_sha256"))))}
@@ -151,11 +154,11 @@ def same_drafter(folder: Path, layout: Layout, meta: dict[str, Any], state: dict
     ones or the target's own, bit for bit (case 03), and settings that came back as others."""
     found = layout.back(read_config(folder / CONFIG), load_file(folder / WEIGHT_FILE))
     written = found.tensors | dict(zip(("d2t", "t2d"), vocab.maps(found.ids, meta["shape"]["vocab_size"])))
-    expected = dict(state)
-    if layout.carries_embedding:
-        expected["embed_tokens.weight"] = served.embedding
+    expected, kind = dict(state), KINDS[meta["kind"]]
+    if layout.carries_embedding or kind.own_row:
+        expected[TABLE] = own_table(served.embedding, state, meta)
     if found.embedding is not None:
-        written["embed_tokens.weight"] = found.embedding
+        written[TABLE] = found.embedding
     wrong = [f"{name} is in only one of the two" for name in sorted(written.keys() ^ expected.keys())]
     for name in sorted(written.keys() & expected.keys()):
         trained = expected[name].cpu()
@@ -166,7 +169,7 @@ def same_drafter(folder: Path, layout: Layout, meta: dict[str, Any], state: dict
             wrong.append(f"{name} differs")
     options = meta["options"] | {"num_layers": layers_of(meta)}
     said = {"layers": (found.layers, meta["layers"])}
-    said |= {key: (found.options.get(key), options[key]) for key in STRUCTURE[2:]}
+    said |= {key: (found.options.get(key), options[key]) for key in kind.structure[2:]}
     shape = meta["shape"] | {"rope_parameters": canonical_rope(meta["shape"])}
     said |= {key: (found.shape[key], value) for key, value in shape.items() if key != "target_layers"}
     wrong += [f"{key} reads back as {back!r}, trained as {own!r}" for key, (back, own) in said.items() if back != own]
