@@ -184,9 +184,9 @@ class MaskSession(ChainSession):
         """Outputs [B, K, H] at each row's last real position and at the K - 1 masks behind it."""
         state, tokens, positions, last = self.pending  # [B, q, H], [B, q], [B, q], [B, 1]
         places = torch.arange(int(last.max()) + K, device=tokens.device)[None]  # what lies behind is ignored
-        # A row whose masks end before another one's repeats its last: written twice, it is the same.
+        # A row whose places end before another one's repeats its last: written twice, it is the same.
         behind = (places - last).clamp(max=K - 1)  # [B, W]; above 0: a mask
-        real = places.clamp(max=tokens.shape[1] - 1).expand_as(behind)
+        real = torch.minimum(places, last)
         state = torch.where(behind[..., None] > 0, self.mask, take(state, real))
         tokens = torch.where(behind > 0, self.drafter.options.mask_token, tokens.gather(1, real))
         self.memory.begin(None)
