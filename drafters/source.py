@@ -95,7 +95,7 @@ def own(meta: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Impor
     differ = sorted({f.name for f in fields(Shape)} ^ meta["shape"].keys())
     if differ:
         raise ConfigError(f"{folder / checkpoint.META}: shape.{differ[0]} is missing or unknown; restore the file")
-    structure = KINDS[meta["kind"]].structure
+    structure = KINDS.get(meta["kind"], KINDS["eagle3"]).structure  # a kind that is not wanted is refused by who asks
     options = {key: meta["options"][key] for key in structure if key in meta["options"]}
     options.setdefault("num_layers", layers_of(meta))
     unsaid = {key: f"{checkpoint.META} has no options.{key}" for key in structure if key not in options}
