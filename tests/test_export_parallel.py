@@ -1,7 +1,10 @@
 """The parallel drafter in both layouts (formats.md section 4): round trip, every damage, import, the second reader."""
 
 import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +27,9 @@ from drafters.export.speculators import from_speculators
 from drafters.export.write import check_folder, export_layout, export_native, same_drafter
 from drafters.initial import begin
 from drafters.registry import entry, options_of
+from eval import engine_run, serve_worker
 from eval.decode import Decoder
+from eval.engine_run import Job
 from eval.metrics import Acceptance
 from eval.reader import ReadDrafter, read_acceptance
 from recipes.errors import ConfigError, RunError
@@ -337,3 +342,30 @@ def test_the_reader_refuses_damaged_folders(world, tmp_path):
         write(tmp_path / "d", config | change, {n: t for n, t in tensors.items() if n != missing})
         with pytest.raises(RunError, match=message):
             ReadDrafter(tmp_path / "d", target.model)
+
+
+# --- what engines are told ---
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_job_asks_vllm_for_parallel_drafting(tmp_path, monkeypatch, parallel):
+    """In a process and over HTTP the switch goes to vLLM with a parallel drafter, and with no other."""
+    job = Job("target", "drafter", 5, [[1]], 4, [2], "float32", parallel=parallel)
+    wanted = {"method": "eagle3", "model": "drafter", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1}
+    wanted |= {"parallel_drafting": True} if parallel else {}
+    told = {}
+
+    class LLM:
+        def __init__(self, **arguments):
+            told.update(arguments["speculative_config"])
+            raise RuntimeError("seen")
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=None))
+    with pytest.raises(RuntimeError, match="seen"):
+        serve_worker.answer(json.loads(json.dumps(asdict(job))))
+    assert told == wanted
+    monkeypatch.setattr(engine_run.subprocess, "Popen", lambda command, **rest: told.update(command=command) or 1 / 0)
+    with pytest.raises(ZeroDivisionError), engine_run.server("python", job, 1, tmp_path / "log"):
+        pass
+    assert json.loads(told["command"][told["command"].index("--speculative-config") + 1]) == wanted
