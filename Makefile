@@ -8,6 +8,8 @@ ARGS ?=
 VLLM_PIP ?=
 # Options of `accelerate launch`, e.g. LAUNCH="--config_file recipes/accelerate/zero2.yaml"
 LAUNCH ?= --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+START = $(PY) -m accelerate.commands.launch --quiet $(LAUNCH)
+quoted = '$(subst ','\'',$(1))'
 READY := $(VENV)/.ready
 # What tests and lint need besides: a user of the pipeline does not wait for it.
 CHECKS := $(VENV)/.checks
@@ -24,12 +26,13 @@ export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo        fresh machine to report (15 minutes on two quiet CPU cores)"
+	@echo "make demo        fresh machine to report (about 15 minutes on two quiet CPU cores)"
 	@echo "make test        fresh machine to green test suite; also: test-slow, test-vllm, lint"
 	@echo "make trace | train | eval | export   RECIPE=recipes/x.yaml ARGS=\"--section.field value\""
 	@echo "make plan        memory, disk, time and cost of each stage before anything is rented (docs/plan.md)"
 	@echo "make roi         what the drafter is worth; ARGS=\"measure|calibrate|plan|check CLAIM|validate FILE\" (docs/roi.md)"
 	@echo "make launch      files for several nodes; ARGS=\"--nodes 2 --gpus 8 --scheduler slurm|torchrun|accelerate\""
+	@echo "make eval        ARGS=\"--eval.server.base_url URL\": a running server, with and without its drafter"
 	@echo "make compare     ARGS=\"A/report.json B/report.json\": reports of several runs, with significance"
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make layers      searches the target layers that feed a drafter best, on a part of the traces (docs/training.md)"
@@ -64,10 +67,15 @@ layers: $(READY)
 inspect: $(READY)
 	$(PY) -m data.tracetool --config $(RECIPE) $(ARGS)
 
+# Words of ARGS and LAUNCH are the shell's, quotes included; what is printed is what was typed.
 train: $(READY)
+ifneq (,$(filter -h --help,$(ARGS)))
+	$(PY) -m train.run $(ARGS)
+else
 	@script=$$($(PY) -m train.script --config $(RECIPE) $(ARGS)) && \
-	command="$(PY) -m accelerate.commands.launch --quiet $(LAUNCH) $$script --config $(RECIPE) $(ARGS)" && \
-	echo "$$command" && exec $$command
+	printf '%s ' $(call quoted,$(START)) "$$script" $(call quoted,--config $(RECIPE) $(ARGS)) && echo && \
+	exec $(START) "$$script" --config $(RECIPE) $(ARGS)
+endif
 
 eval: $(READY)
 	$(PY) -m eval.run --config $(RECIPE) $(ARGS)

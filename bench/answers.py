@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import PositiveInt
-
 from bench.generate import WARM_TOKENS, ours, run_rows
 from bench.material import evaluation_ids, open_target, traced_ids
 from bench.rows import Result, Row, own, ratio_rows
 from bench.turns import in_turns
-from recipes.schema import Recipe, opt
+from recipes.schema import PositiveInt, Recipe, opt
 
 
 @dataclass

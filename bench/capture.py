@@ -8,14 +8,13 @@ import statistics
 from dataclasses import dataclass
 
 import torch
-from pydantic import PositiveInt
 
 from bench.material import Stock, apart, conversations, evaluation_ids, open_target
 from bench.rows import TRANSFORMERS, Result, Row, ratio_rows
 from bench.turns import in_turns, timed
 from data.capture import Conversation, by_tokens, capture
 from data.codec import DTYPES, carrier
-from recipes.schema import Recipe, opt
+from recipes.schema import PositiveInt, Recipe, opt
 
 BARE = f"{TRANSFORMERS} bare forward pass"
 

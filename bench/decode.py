@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import NonNegativeInt, PositiveInt
-
 from bench.generate import same_answers
 from bench.material import Stock, evaluation_ids, open_target
 from bench.rows import Result, Row, own, ratio_rows
@@ -22,14 +20,16 @@ from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
 from drafters.layer_cut import cut
 from drafters.target import Target
-from drafters.tree import DynamicTree, Plan
+from drafters.tree import DynamicTree, Plan, planned
+from eval import timing
 from eval.decode import Decoder, Output
 from eval.metrics import Acceptance
 from eval.run import per_pass
 from recipes.schema import Drafter as Section
-from recipes.schema import Recipe, opt
+from recipes.schema import NonNegativeInt, PositiveInt, Recipe, opt
 
 WARM_TOKENS = 4
+CONTEXT = 200  # cached tokens at which steps are timed
 
 
 @dataclass
@@ -60,8 +60,7 @@ def engines(target: Target, stock: Stock, drafter: Drafter, K: int, max_tokens: 
             ) -> dict[str, Callable[[list[int]], Output]]:
     """One prompt to one greedy answer, each in its own way; their_X is transformers' way to do X."""
     decoder = Decoder(target, max_tokens)
-    tree = DynamicTree(options.tree_depth, options.tree_top_k, options.tree_total)
-    ours = {"chain": (drafter, K), "tree": (drafter, tree), "lookup": (untrained(target, "lookup", {}), K),
+    ours = {"chain": (drafter, K), "tree": (drafter, tree_of(options)), "lookup": (untrained(target, "lookup", {}), K),
             "assisted": (untrained(target, "layer_cut", {"layers": options.cut_layers}), K)}
     assistant = cut(stock.model, target.depth, len(ours["assisted"][0].model.get_decoder().layers))
     for name, value in (("num_assistant_tokens", K), ("num_assistant_tokens_schedule", "constant"),
@@ -78,6 +77,10 @@ def engines(target: Target, stock: Stock, drafter: Drafter, K: int, max_tokens: 
             **{name: partial(speculate, drafter=drafter, plan=plan) for name, (drafter, plan) in ours.items()},
             "their_plain": reference, "their_lookup": partial(reference, lookup=K),
             "their_assisted": partial(reference, assistant=assistant)}
+
+
+def tree_of(options: Options) -> DynamicTree:
+    return DynamicTree(options.tree_depth, options.tree_top_k, options.tree_total)
 
 
 def untrained(target: Target, kind: str, options: dict[str, Any]) -> Drafter:
@@ -112,6 +115,9 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
         rows += [Row(name, "acceptance_length", counted.mean_length, "tokens"),
                  Row(name, "drafts", counted.drafts, ""),
                  Row(name, "tokens_per_target_pass", per_pass(first[name]), "tokens")]
+    for name, plan in (("chain", planned(K)), ("tree", tree_of(options))):
+        steps = timing.step_times(target, drafter, CONTEXT, plan)
+        rows += predicted_rows(name, timing.predict(per_pass(first[name]), steps, plan.depth), rows, loop)
     faults = []
     for name, other, reference in (("plain", "their_plain", Stock.name), ("chain", "plain", loop),
                                    ("tree", "plain", loop), ("lookup", "plain", loop), ("assisted", "plain", loop)):
@@ -119,6 +125,13 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
                                        [out.tokens for out in first[other]], recipe.eval.gap_tolerance, reference)
         rows, faults = rows + compared, faults + wrong
     return Result(rows, faults, {"drafter": recipe.drafter.path or f"fresh {recipe.drafter.kind}"})
+
+
+def predicted_rows(variant: str, predicted: float, rows: list[Row], loop: str) -> list[Row]:
+    """E / (K c + v), its steps timed outside the loop, and the measured ratio to the plain loop as a share of it."""
+    measured = next(r.value for r in rows if (r.variant, r.metric, r.reference) == (variant, "ratio", loop))
+    return [Row(variant, "predicted_speedup", predicted, "x", loop),
+            Row(variant, "share_of_predicted", measured / predicted, "", loop)]
 
 
 def speed_rows(rates: dict[str, list[float]], K: int, loop: str) -> list[Row]:

@@ -7,7 +7,6 @@ import statistics
 from dataclasses import dataclass, field
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
@@ -19,7 +18,7 @@ from data.sampling import Sampling, sample
 from drafters.target import Target
 from eval.decode import Output
 from eval.lossless import compare_greedy
-from recipes.schema import Recipe, opt
+from recipes.schema import NonNegativeInt, PositiveInt, Recipe, opt
 
 WARM_TOKENS = 4
 

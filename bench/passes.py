@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from bench.material import open_target
@@ -15,7 +14,7 @@ from bench.turns import times_in_turns
 from drafters.fast_cpu import SkinnyLinear
 from drafters.target import Target
 from recipes.errors import ConfigError
-from recipes.schema import Recipe, opt
+from recipes.schema import PositiveInt, Recipe, opt
 
 MANY = 32  # rows from which a third of the rounds is enough
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
 from bench.material import float32_traces
@@ -21,7 +20,7 @@ from data.store import TraceReader, TraceRow, row_bytes
 from drafters import checkpoint, imported
 from drafters.target import Target
 from eval.replay import replay
-from recipes.schema import Recipe, opt
+from recipes.schema import PositiveInt, Recipe, opt
 
 
 @dataclass

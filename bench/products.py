@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt
 
 from bench.rows import TORCH, Result, time_rows
 from bench.turns import times_in_turns
 from drafters.fast_cpu import SkinnyLinear
 from drafters.target import use_threads
 from recipes.errors import ConfigError
-from recipes.schema import Recipe, opt
+from recipes.schema import PositiveInt, Recipe, opt
 
 LINEAR = f"{TORCH} F.linear"
 

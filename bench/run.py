@@ -8,8 +8,6 @@ import sys
 from dataclasses import asdict, field, make_dataclass
 from types import ModuleType
 
-from pydantic import PositiveInt
-
 from bench import (
     answers,
     capture,
@@ -27,7 +25,7 @@ from bench import (
 )
 from recipes.cli import Command, process
 from recipes.errors import ConfigError, RunError
-from recipes.schema import Recipe, opt
+from recipes.schema import PositiveInt, Recipe, opt
 
 MEASURES: dict[str, ModuleType] = {  # each has its Options and measure(recipe, options, repeats) -> Result
     "generate": generate,

@@ -8,14 +8,12 @@ is judged.
 import statistics
 from dataclasses import dataclass, replace
 
-from pydantic import PositiveInt
-
 from bench.rows import Result, Row, own
 from eval.roi_calibrate import Observation, fit
 from eval.roi_files import Steps
 from eval.roi_measure import measure as measure_steps
 from recipes.errors import ConfigError
-from recipes.schema import Recipe, opt
+from recipes.schema import PositiveInt, Recipe, opt
 
 GOAL = 0.10  # of the median error
 

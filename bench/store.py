@@ -7,7 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from pydantic import PositiveInt
 
 from bench.material import conversations, evaluation_ids, open_target
 from bench.rows import Result, Row, bench_folder, own, ratio_rows
@@ -17,7 +16,7 @@ from data.codec import DTYPES, carrier
 from data.store import row_bytes, shard_of, write_shard
 from data.writer import BackgroundWriter
 from drafters.target import Target
-from recipes.schema import Recipe, opt
+from recipes.schema import PositiveInt, Recipe, opt
 
 
 @dataclass

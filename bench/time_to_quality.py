@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 from safetensors.torch import load_file, save_file
 
 from bench.material import float32_traces
@@ -38,7 +38,7 @@ from eval.replay import replay
 from recipes.errors import ConfigError, RunError
 from recipes.files import write_json
 from recipes.provenance import difference
-from recipes.schema import Recipe, opt
+from recipes.schema import NonNegativeInt, PositiveInt, Recipe, opt
 from train.schedule import share_of_peak
 
 TOLERANCE = 1e-3  # of the losses by which a peer's weights are checked in our drafter

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 from safetensors.torch import save_file
 
 from bench.rows import Result, Row, bench_folder, ratio_rows
@@ -34,7 +34,7 @@ from bench.turns import in_turns
 from drafters import eagle3
 from drafters.target import use_threads
 from recipes.errors import ConfigError
-from recipes.schema import Recipe, opt
+from recipes.schema import PositiveInt, Recipe, opt
 
 LR = 1e-5  # what is timed does not depend on it; small, so that no side diverges
 SHARE = 0.7

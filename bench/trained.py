@@ -8,7 +8,6 @@ precision, held out of the training rows, by replayed acceptance and by their lo
 from dataclasses import dataclass, replace
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
 
 from bench.material import float32_traces
 from bench.precision import Decoded
@@ -22,7 +21,7 @@ from drafters.target import Target
 from eval.metrics import Acceptance
 from eval.replay import replay
 from recipes.errors import ConfigError, RunError
-from recipes.schema import Recipe, opt
+from recipes.schema import NonNegativeInt, PositiveInt, Recipe, opt
 from train.launch import start
 from train.loop import Trainer
 

@@ -68,7 +68,7 @@ def trace_row(row: Conversation, taps: Tensor, final: Tensor, dtype: torch.dtype
         if len(states) != len(row.ids):
             raise RunError(f"row {row.id}: {len(states)} states for {len(row.ids)} tokens")
     traced = TraceRow(row.id, row.split, torch.tensor(row.ids), turns, taps, final[final_positions(turns)], row.tail,
-                      row.off_policy)
+                      row.off_policy, row.finish)
     return traced if finite(traced) else None
 
 
@@ -83,7 +83,7 @@ def bare(rows: list[Conversation]) -> list[TraceRow]:
     for row in rows:
         turns = torch.tensor(row.turns)
         found.append(TraceRow(row.id, row.split, torch.tensor(row.ids), turns, torch.zeros(len(turns), 0),
-                              torch.zeros(len(final_positions(turns)), 0), row.tail, row.off_policy))
+                              torch.zeros(len(final_positions(turns)), 0), row.tail, row.off_policy, row.finish))
     return found
 
 

@@ -7,7 +7,8 @@ files, because a unit's computation depends on nothing outside it.
 
 import shutil
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from data.answers import Answering, check_answers
 from data.backends.registry import open_backend
-from data.backends.units import Units
+from data.backends.units import Tally, Units
 from data.capture import BAD, Conversation, bare, capture, finite
 from data.codec import DTYPES, carrier
 from data.console import console, progress_bar
@@ -26,15 +27,16 @@ from data.place import behind_url, open_place
 from data.preview import preview
 from data.prompts import Intake, Prompt
 from data.ranks import Ranks, check_same, check_shared, open_ranks
-from data.settings import claim, describe, explicit, folder_mode, stores_states
+from data.settings import claim, describe, explicit, folder_mode, make_folders, stores_states
 from data.sharing import check_ranks, neighbours, part_of, rows_digest
 from data.staging import Staging, UnitParts
 from data.states import Capture, check_states, open_states
 from data.store import FORMAT, Shard, TraceRow, bad_rows, row_bytes, shard_of, write_shard
 from data.writer import BackgroundWriter
+from drafters.registry import check_taps
 from drafters.target import require_chat_template
 from drafters.tensor_parallel import lead, open_target
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder, write_resolved
 from recipes.errors import ConfigError, RunError
 from recipes.files import alone, beside, sha256_json, write_json
 from recipes.launched import end_with_launcher
@@ -48,10 +50,11 @@ class Collector:
 
     def __init__(self, recipe: Recipe, ranks: Ranks | None = None) -> None:
         check_answers(recipe)
+        check_taps(recipe.drafter.kind, recipe.trace.layers)
         self.recipe, self.ranks = recipe, ranks or Ranks()
         check_ranks(recipe, self.ranks.world)
         self.left_out: dict[str, int] = {}
-        self.ranks.lead(lambda: run_dir(recipe))
+        self.ranks.lead(lambda: run_folder(recipe))
         self.place = open_place(recipe.trace, Path(recipe.runs_dir) / recipe.name)
         self.folder = self.place.folder
         self.target = open_target(recipe.target, recipe.trace.layers)
@@ -64,7 +67,7 @@ class Collector:
         check_states(recipe.trace, self.target)
         self.settings = describe(recipe, self.target)
         self.key = sha256_json(self.settings)
-        self.begin()
+        self.fresh = False  # rank 0: nothing was collected before this run
         self.dtype = DTYPES[recipe.trace.dtype] if stores_states(recipe.trace) else torch.float32
         self.staging = Staging(self.folder / "staged", self.key, carrier(self.dtype), recipe.trace.shard_mb * 1e6)
         # Behind a URL they would have to wait on this disk until the last answer; vLLM's are another computation's.
@@ -72,16 +75,35 @@ class Collector:
                              and recipe.trace.backend == "transformers")
         self.units = Units(backend, self.place, self.ranks, recipe.generation.max_lost_share, self.keeping)
 
-    def begin(self) -> None:
-        """Takes the folder for these settings, which must be those of every rank."""
-        first = self.ranks.agree(self.settings)
-        changed = difference(explicit(first), explicit(self.settings))
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Holds the folder for this run and its settings, which must be those of every rank: another run is refused
+        before it changes anything there."""
+        ranks = self.ranks
+        changed = difference(explicit(ranks.agree(self.settings)), explicit(self.settings))
         if changed:
-            raise ConfigError(f"rank {self.ranks.rank} has other settings than rank 0: {changed}")
-        self.ranks.lead(self.place.pull)
-        self.ranks.lead(lambda: claim(self.folder, self.settings))
-        check_shared(self.ranks, self.folder)
-        self.ranks.lead(self.place.share_all)
+            raise ConfigError(f"rank {ranks.rank} has other settings than rank 0: {changed}")
+        with ExitStack() as held:
+            ranks.lead(lambda: self.take(held))
+            check_shared(ranks, self.folder)
+            if ranks.rank:
+                held.enter_context(beside(self.folder))
+            ranks.lead(self.place.share_all)
+            yield
+            ranks.meet()  # so that the last one lets go of it
+
+    def take(self, held: ExitStack) -> None:
+        """Rank 0's part: the folder with what the URL has, for as long as `held` is open."""
+        make_folders(self.folder)
+        held.enter_context(alone(self.folder, self.ranks.world > 1))
+        self.place.pull()
+        self.fresh = claim(self.folder, self.settings)
+
+    def record(self) -> None:
+        """The accepted recipe, and of the first run that collects here when and with what it began."""
+        write_resolved(self.recipe)
+        if self.fresh or not (self.folder / "provenance.json").exists():
+            self.write_described("provenance.json", stamp(asdict(self.recipe)))
 
     def prompts_stage(self) -> Intake:
         """Prompts of all sources, filtered, with the reasons of those dropped."""
@@ -232,22 +254,18 @@ class Collector:
 
 def collect(collector: Collector) -> None:
     """All stages; what is finished already is found and kept."""
-    with ExitStack() as held:
-        ranks = collector.ranks
-        ranks.lead(lambda: held.enter_context(alone(collector.folder, ranks.world > 1)))
-        if ranks.rank:
-            held.enter_context(beside(collector.folder))
+    with collector.at_work():
         stages(collector)
-        ranks.meet()  # so that the last one lets go of it
 
 
 def stages(collector: Collector) -> None:
     """Prompts, answers, states."""
-    ranks, tally = collector.ranks, collector.units.tally
+    ranks = collector.ranks
+    tally = collector.units.tally = Tally()  # a repair goes through them twice
+    ranks.lead(collector.record)
     intake = collector.prompts_stage()
     rows = collector.answers_stage(intake.prompts)
     collector.capture_stage(rows, intake)
-    ranks.lead(lambda: collector.write_described("provenance.json", stamp(asdict(collector.recipe))))
     if ranks.rank == 0:
         tokens = sum(len(c.ids) for c in rows)
         print(f"traces: {len(rows)} rows, {tokens} tokens, {collector.place.url}; dropped prompts: "

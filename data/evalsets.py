@@ -24,6 +24,7 @@ from data.rows import files_of, local_rows
 from data.sources import Loaded, check_bad, take
 from recipes.errors import ConfigError, RunError
 from recipes.files import replacing, sha256_file, sha256_json
+from recipes.loader import check_url
 from recipes.schema import Eval, EvalSet, PromptSource
 
 SOURCE_FIELDS = ("path", "config", "split", "revision", "streaming", "cache_dir", "rows", "text_field", "id_field",
@@ -83,7 +84,10 @@ def read_sets(section: Eval, folder: Path, max_bad_share: float) -> list[Questio
     if not section.sets:
         prompts, checksum = evaluation_prompts(section.prompts, section.limit)
         name = "builtin" if section.prompts == "builtin" else Path(section.prompts).stem
-        return [Questions(name, section.prompts, checksum, [asked(p) for p in prompts])]
+        found = Questions(name, section.prompts, checksum, [asked(p) for p in prompts])
+        check_ids(found.questions, f"eval.prompts = {section.prompts}", "give each line an `id` of its own, and leave "
+                                                                        "out what is there twice")
+        return [found]
     check_names(section.sets)
     return [read_set(number, one, one.limit or section.limit, folder, max_bad_share)
             for number, one in enumerate(section.sets)]
@@ -97,11 +101,15 @@ def read_set(number: int, section: EvalSet, limit: int, folder: Path, max_bad_sh
     else:
         found = from_rows(number, section, folder, max_bad_share)
     found.name, found.questions = name_of(section), limited(found.questions, limit)
-    twice = [i for i, n in Counter(q.id for q in found.questions).items() if n > 1]
-    if twice:
-        raise ConfigError(f"eval.sets[{number}]: id {twice[0]!r} names two questions; name another id_field, or set it "
-                          "to '' to take the content")
+    check_ids(found.questions, f"eval.sets[{number}]", "name another id_field, or set it to '' to take the content")
     return found
+
+
+def check_ids(questions: list[Question], where: str, advice: str) -> None:
+    """Raises ConfigError where an id names two questions: reports are compared, and turns joined, by it."""
+    twice = [i for i, n in Counter(q.id for q in questions).items() if n > 1]
+    if twice:
+        raise ConfigError(f"{where}: id {twice[0]!r} names two questions; {advice}")
 
 
 def asked(prompt: Prompt) -> Question:
@@ -158,11 +166,8 @@ def is_address(path: str) -> bool:
 def fetched(url: str, where: str, folder: Path) -> Path:
     """The file behind an address, copied once into `folder`. Raises ConfigError for an address with credentials,
     RunError where it cannot be fetched; nothing is left behind then."""
-    parts = urlsplit(url)
-    if parts.password or parts.query:
-        raise ConfigError(f"{where}.path: holds a password or a query, which the run's copy of the recipe would keep; "
-                          "download the file and name it")
-    path = folder / f"url-{sha256_json(url)[:16]}{Path(parts.path).suffix}"
+    check_url(url, f"{where}.path", "download the file and name it")
+    path = folder / f"url-{sha256_json(url)[:16]}{Path(urlsplit(url).path).suffix}"
     if path.is_file():
         return path
     folder.mkdir(parents=True, exist_ok=True)

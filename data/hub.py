@@ -17,6 +17,7 @@ from recipes.schema import PromptSource
 
 FOLDERS = {"HF_HUB_CACHE": "hub", "HF_XET_CACHE": "xet", "HF_ASSETS_CACHE": "assets", "HF_DATASETS_CACHE": "datasets",
            "HF_MODULES_CACHE": "modules"}
+REQUEST = " thrown while requesting "  # how huggingface_hub logs a request that failed
 FIELDS = ("name", "config", "split", "revision", "streaming", "rows", "cache_dir")
 
 
@@ -48,6 +49,8 @@ def copy_of(source: PromptSource, where: str, folder: Path) -> Path:
     if child.returncode:
         lines = [line for line in (child.stdout or child.stderr).strip().split("\n") if line.strip()]
         kind = ConfigError if child.returncode == USAGE else RunError
+        failed = [line for line in child.stderr.split("\n") if REQUEST in line]  # the library's error does not tell
         raise kind(f"{where}: data set {source.name!r} ({source.config or 'default'}, {source.split}): "
-                   f"{lines[-1] if lines else f'reading stopped with status {child.returncode}'}")
+                   f"{lines[-1] if lines else f'reading stopped with status {child.returncode}'}"
+                   + (f"; the last request: {failed[-1].strip()}" if failed and kind is RunError else ""))
     return path

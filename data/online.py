@@ -53,7 +53,7 @@ class OnlineReader:
     def compute(self, index: int) -> TraceRow | None:
         """The row as the target gives it, in the precision that a store would encode; None: it has NaN or Inf."""
         row = self.rows[index]
-        conversation = Conversation(row.id, row.split, row.ids.tolist(), row.turns.tolist(), row.tail, "",
+        conversation = Conversation(row.id, row.split, row.ids.tolist(), row.turns.tolist(), row.tail, row.finish,
                                     row.off_policy)
         # Validation of a bfloat16 training runs under autocast, which would silently compute the target in bfloat16.
         with torch.autocast(self.target.device.type, enabled=False):

@@ -1,13 +1,14 @@
 """`make trace ARGS=--preview`: a few rows with their mask, and what the whole run would take, before it is run.
 
-Works on a copy of the recipe in a temporary folder, so it leaves nothing behind. Prompts from files are all read and
-counted; only a handful is synthesised, a few answers are generated and their states captured. Everything beyond that
-is an estimate and is printed as one.
+Works on a copy of the recipe in a temporary folder within runs_dir, so it leaves nothing behind. Prompts from files are
+all read and counted; only a handful is synthesised, a few answers are generated and their states captured. Everything
+beyond that is an estimate and is printed as one.
 """
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +30,7 @@ from data.literal import special_tokens
 from data.place import behind_url, open_place
 from data.prompts import Intake, Prompt, hold_out
 from drafters.target import Target
-from recipes.errors import RunError
+from recipes.errors import ConfigError, RunError
 from recipes.schema import Recipe
 
 SAMPLE = 4  # prompts answered: one alone, then the others together
@@ -47,6 +48,8 @@ class Stages(Protocol):
     target: Target
     limit: int
 
+    def at_work(self) -> AbstractContextManager[None]: ...
+
     def prompts_stage(self) -> Intake: ...
 
     def round(self, number: int, requests: list[Request]) -> list[Answer]: ...
@@ -57,8 +60,9 @@ class Stages(Protocol):
 def preview(recipe: Recipe, make: Callable[[Recipe], Stages], console: Console | None = None) -> Estimate:
     """Prints rows and estimate. `make` builds the stages of a recipe. Raises what the run itself would raise."""
     console = console or Console()
-    with TemporaryDirectory(prefix="drafthouse-preview-") as folder:
-        stages = make(handful(recipe, folder))
+    with ExitStack() as held:
+        stages = make(handful(recipe, held.enter_context(scratch(Path(recipe.runs_dir)))))
+        held.enter_context(stages.at_work())
         began = perf_counter()
         intake = stages.prompts_stage()
         prompting = perf_counter() - began
@@ -89,6 +93,25 @@ def preview(recipe: Recipe, make: Callable[[Recipe], Stages], console: Console |
     intake.dropped.update(answering.counts)
     show(console, stages.target.tokenizer, shown, intake, estimate, free_bytes(recipe))
     return estimate
+
+
+@contextmanager
+def scratch(parent: Path) -> Iterator[str]:
+    """A temporary folder in `parent`, on the disk that the run would fill (case 61). Folders made for it go with it.
+    ConfigError where it cannot be made."""
+    made = [p for p in (parent, *parent.parents) if not p.exists()]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = TemporaryDirectory(prefix=".preview-", dir=parent)
+    except OSError as error:
+        raise ConfigError(f"{parent}: cannot write there: {error.strerror}") from None
+    try:
+        with folder as name:
+            yield name
+    finally:
+        for p in made:
+            with suppress(OSError):  # not empty: another run's by now
+                p.rmdir()
 
 
 def handful(recipe: Recipe, folder: str) -> Recipe:

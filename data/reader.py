@@ -63,8 +63,11 @@ def open_manifest(section: Trace, run: Path) -> dict[str, Any]:
 
 
 def with_states(rows: TraceReader | RemoteRows, section: Trace, run: Path, target: Target) -> RowReader:
-    """The reader of trace.mode. Raises RunError where the disk has no room for the cache, and ConfigError for a cache
-    of a target that several processes share."""
+    """The reader of trace.mode. A cache holds the states of training: a target that is tapped elsewhere, as one that
+    shows its final state alone, neither reads nor writes it; its states are computed.
+
+    Raises RunError where the disk has no room for the cache, and ConfigError for a cache of a target that several
+    processes share."""
     if stores_states(section):
         return rows
     if isinstance(target, ShardedTarget):
@@ -73,7 +76,7 @@ def with_states(rows: TraceReader | RemoteRows, section: Trace, run: Path, targe
                               "together; use mode online or store")
         return SharedOnlineReader(rows, target, section.max_bad_share)
     online = OnlineReader(rows, target, section.max_bad_share)
-    if section.mode == "online":
+    if section.mode == "online" or list(target.layers) != list(rows.manifest["layers"]):
         return online
     return CachedReader(online, cache_folder(section, run), int(section.cache_gb * 1e9))
 

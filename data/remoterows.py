@@ -6,13 +6,14 @@ while a shard is fetched, and the time of a file says when any of them used it l
 
 import os
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from data.remote import Remote, read_json
 from data.store import Listed, TraceReader, TraceRow, check_mode, list_intact, read_manifest
 from recipes.errors import ConfigError, RunError
-from recipes.files import locked, sha256_file
+from recipes.files import locked, sha256_file, written
 
 READ = ("manifest.json", "shards/")  # what a reader needs
 
@@ -34,8 +35,10 @@ class RemoteRows(Listed):
         store or the disk has no room, ConfigError where it is of another mode or its largest shard above the limit."""
         self.remote, self.limit, self.mode = remote, limit, mode
         self.folder, self.shards = remote.folder, remote.folder / "shards"
-        self.shards.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder):
+        with ExitStack() as held:
+            with written(self.folder):
+                self.shards.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(self.folder))
             remote.pull(READ)
         names = remote.objects
         if "manifest.json" not in names:

@@ -115,7 +115,7 @@ class Staging:
         row = self.reader[self.index[wanted.id]]
         if row.ids.tolist() != wanted.ids or row.turns.tolist() != wanted.turns:
             return None
-        row.split, row.tail, row.off_policy = wanted.split, wanted.tail, wanted.off_policy
+        row.split, row.tail, row.off_policy, row.finish = wanted.split, wanted.tail, wanted.off_policy, wanted.finish
         return row
 
     def returns(self, ranks: int = 1) -> int:

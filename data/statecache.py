@@ -11,6 +11,7 @@ Each kept row is a shard of one row (data/store.py): renamed into place, listed 
 import json
 import re
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,12 @@ class CachedReader:
         self.checked: set[int] = set()  # rows whose file this process has verified
         self.sizes = [self.bytes_of(i) for i in range(len(online))]
         self.kept = kept_rows(self.sizes, online.split("validation"), limit)
-        try:
-            self.cache.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"trace.cache_dir: {parent}: cannot write there: {error.strerror}") from None
-        with locked(parent):
+        with ExitStack() as held:
+            try:
+                self.cache.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(parent))
+            except OSError as error:
+                raise ConfigError(f"trace.cache_dir: {parent}: cannot write there: {error.strerror}") from None
             self.clean(parent)
         present = {path.stem for path in self.cache.glob("*.json")}
         needed = sum(self.sizes[i] for i in self.kept if name_of(i) not in present)
@@ -122,8 +124,8 @@ class CachedReader:
         held = load_file(self.cache / f"{name_of(index)}.safetensors")
         return TraceRow(
             id=listed["id"], split=listed["split"], tail=listed["tail"], off_policy=listed.get("off_policy", False),
-            ids=held["ids"], turns=held["turns"].long(), taps=decode(held["taps"], held.get("taps_scale")),
-            final=decode(held["final"], held.get("final_scale")))
+            finish=listed.get("finish", ""), ids=held["ids"], turns=held["turns"].long(),
+            taps=decode(held["taps"], held.get("taps_scale")), final=decode(held["final"], held.get("final_scale")))
 
 
 def set_key(folder: Path, manifest: dict[str, Any]) -> str:

@@ -34,6 +34,7 @@ class TraceRow:
     whose next token has a turn.
     tail: greedy tokens beyond the answer's end, so that a replay knows what the last drafts met.
     off_policy: the answers were given (generation.answers: keep), not the target's own.
+    finish: how the last answer ended, "stop" or "length"; empty in folders from before it was listed.
     """
 
     id: str
@@ -44,6 +45,7 @@ class TraceRow:
     final: Tensor
     tail: list[int]
     off_policy: bool = False
+    finish: str = ""
 
     @property
     def final_at(self) -> Tensor:
@@ -73,7 +75,7 @@ def shard_of(rows: list[TraceRow], dtype: torch.dtype) -> Shard:
     and once they are more than the cores, OpenMP lets all of them sleep at each barrier (docs/results.md)."""
     return Shard(pack(rows, dtype), [
         {"id": r.id, "split": r.split, "tokens": len(r.ids), "finals": len(r.final), "tail": r.tail,
-         "off_policy": r.off_policy} for r in rows])
+         "off_policy": r.off_policy} | ({"finish": r.finish} if r.finish else {}) for r in rows])
 
 
 def pack(rows: list[TraceRow], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -188,6 +190,10 @@ class Listed:
         """Supervised tokens of a row without reading it."""
         return self.places[index].listed["finals"]
 
+    def overrun(self, index: int) -> int:
+        """Greedy tokens beyond the end of a row, without reading it."""
+        return len(self.places[index].listed["tail"])
+
     def shard(self, index: int) -> str:
         """The shard that holds a row, without reading it."""
         return self.places[index].shard
@@ -250,6 +256,7 @@ class ShardReader(Listed):
         finals = slice(place.final, place.final + row["finals"])
         return TraceRow(
             id=row["id"], split=row["split"], tail=row["tail"], off_policy=row.get("off_policy", False),
+            finish=row.get("finish", ""),
             ids=file.get_slice("ids")[tokens], turns=file.get_slice("turns")[tokens].long(),
             taps=self.states(place.shard, "taps", tokens), final=self.states(place.shard, "final", finals),
         )

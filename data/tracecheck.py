@@ -3,7 +3,6 @@
 Nothing here writes, and no target is needed. Legend: T tokens of a shard, F stored final states, n taps, H hidden.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,8 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from data.backends.units import unit_intact
 from data.codec import DTYPES, scaled
-from data.settings import explicit
+from data.settings import explicit, read_object
 from data.store import FORMAT, final_positions, list_intact
 from recipes.files import sha256_file, sha256_json
 from recipes.provenance import differences
@@ -73,15 +73,6 @@ def check_folder(folder: Path, content: bool = True,
         found.faults += [Fault(path.relative_to(folder).as_posix(), "", "waits for no shard: left by a killed run")
                          for path in sorted(folder.glob("staged/[!.]*"))]
     return found
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where the file is missing or not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def lacking(value: Any, fields: dict[str, type]) -> str:
@@ -207,7 +198,7 @@ def strays(folder: Path, names: list[str] | None) -> list[Fault]:
     faults = []
     for path in sorted(folder.rglob("*")):
         file = path.relative_to(folder).as_posix()
-        if not path.is_file():
+        if not path.is_file() or path.name == ".lock":  # of a run of several processes that was refused or has failed
             continue
         if path.name.startswith("."):
             faults.append(Fault(file, "", "temporary file of a run that was killed"))
@@ -215,6 +206,8 @@ def strays(folder: Path, names: list[str] | None) -> list[Fault]:
             unit = read_object(path)
             if lacking(unit, {"key": str, "answers": list}):
                 faults.append(Fault(file, "", "torn or not a unit of answers"))
+            elif not unit_intact(unit):
+                faults.append(Fault(file, "", "edited since it was written"))
         elif (path.parent.name == "shards" and path.suffix in (".json", ".safetensors")
               and names is not None and path.stem not in names):
             faults.append(Fault(file, "", "shard that the manifest does not name"))

@@ -100,6 +100,8 @@ def repair(recipe: Recipe) -> Findings:
     anew first, since it alone tells which shards are at fault. ConfigError where the folder is of other settings."""
     collector = Collector(recipe)
     place = collector.place
+    with collector.at_work():
+        pass  # it is of these settings, and nobody works there
     found = verify(recipe, place, collector.target)
     for _ in range(2):
         if found.faults:

@@ -97,8 +97,9 @@ class DraftSession(Protocol):
     """A drafter inside the decoding loop, for a batch of rows with lengths of their own."""
 
     def observe(self, taps: Tensor, tokens: Tensor, positions: Tensor, last: Tensor) -> None:
-        """Real target states: taps [B, q, n*Ht] at `positions` [B, q], the token that FOLLOWS each, [B, q], and
-        the index of the last valid one in each row, [B]. What lies behind it is ignored."""
+        """Real target states (those that the registry says the drafter reads): taps [B, q, n*Ht] at `positions` [B, q],
+        the token that FOLLOWS each, [B, q], and the index of the last valid one in each row, [B]. What lies behind it
+        is ignored."""
 
     def begin(self, prompts: list[list[int]]) -> None:
         """The rows' prompts, before anything is observed. What is observed names every token but their first."""
@@ -120,6 +121,7 @@ class Drafter(Protocol):
 
     vocabulary_modules: tuple[str, ...]  # submodules whose matrices have a row for each token: heads, embeddings
     one_pass: bool  # whether a draft of any length is one pass; a drafter without it takes a pass for each level
+    longest: int  # most tokens of a draft; a drafter without it drafts as many as it is asked for
 
     def count(self, batch: Batch) -> int:
         """Supervised positions of a micro-batch: what the loss is normalised by."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -25,7 +25,7 @@ from drafters.propose import ChainSession, UnrollMemory, unroll
 from drafters.unrolled import Aim, Chains, gather, unrolled_loss
 from recipes.draft_cost import chain_flops
 from recipes.errors import ConfigError
-from recipes.schema import opt
+from recipes.schema import NonNegativeInt, PositiveInt, opt
 
 Share = Annotated[float, Field(gt=0, le=1)]
 

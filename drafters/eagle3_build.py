@@ -11,22 +11,35 @@ from torch import Tensor, nn
 
 from drafters import vocab
 from drafters.eagle3 import Eagle3, Options, Shared
+from drafters.export.check import ROPE_NEEDS
+from drafters.export.foreign import check_tensors
+from drafters.export.foreign_values import rope_of
+from drafters.export.kinds import KINDS
 from drafters.layers import Shape
 from drafters.placement import weight_of
 from recipes.draft_cost import DraftSize
 from recipes.errors import ConfigError
 from recipes.model_shape import ModelShape
 
+# Acceptance lengths that `make plan` takes for the worst and the best case, and why these.
+EXPECTED_LENGTHS = ((1.3, 3.0), "a good EAGLE-3 chain to an early drafter on few tokens")
 Built = TypeVar("Built", bound=Eagle3)
 
 
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> Eagle3:
-    """A fresh drafter for a loaded target (drafters.target.Target with taps)."""
+    """A fresh drafter for a loaded target (drafters.target.Target with taps); see `fresh`."""
     return fresh(Eagle3, options, target, counts, seed)
 
 
 def fresh(kind: type[Built], options: Shared, target: Any, counts: dict[int, int], seed: int) -> Built:
-    """A drafter of this kind with its vocabulary, sizes and first weights."""
+    """A drafter of this kind with its vocabulary, sizes and first weights.
+
+    Raises ConfigError for rotary settings that no export can state: nobody is to train what cannot be served.
+    """
+    rotary = target.config.rope_parameters.get("rope_type", "default")
+    if rotary not in ROPE_NEEDS:
+        raise ConfigError(f"target.model = {target.section.model}: rope_type = {rotary!r}: engines load drafters with "
+                          f"{', '.join(ROPE_NEEDS)} alone")
     ids = vocab.build(counts, options.draft_vocab_size, target.vocab_size, vocab.forced(target))
     torch.manual_seed(seed)
     shape = Shape.from_target(target.config, options.draft_vocab_size, options.intermediate_size)
@@ -51,7 +64,8 @@ def restored(kind: type[Built], options: Shared, shape: dict[str, Any], layers: 
     Raises ConfigError where tensors are missing, unexpected, of another shape or number of layers, or for another
     vocabulary.
     """
-    own = Shape(**shape)
+    own = Shape.read(shape)
+    rope_of(shape, 0.0, [], "shape: ")
     if own.vocab_size != target.vocab_size or own.target_hidden_size != target.hidden:
         raise ConfigError(f"the drafter is for a target with vocabulary {own.vocab_size} and hidden size "
                           f"{own.target_hidden_size}; this target has {target.vocab_size} and {target.hidden}")
@@ -60,17 +74,18 @@ def restored(kind: type[Built], options: Shared, shape: dict[str, Any], layers: 
         d2t, t2d = rest.pop("d2t"), rest.pop("t2d")
     except KeyError as error:
         raise ConfigError(f"the checkpoint has no {error.args[0]} tensor") from None
+    if (list(d2t.shape), list(t2d.shape)) != ([own.draft_vocab_size], [own.vocab_size]) or d2t.is_floating_point():
+        raise ConfigError(f"tensors d2t {list(d2t.shape)} and t2d {list(t2d.shape)}: draft_vocab_size = "
+                          f"{own.draft_vocab_size} and vocab_size = {own.vocab_size} imply others")
     vocab.check(d2t, t2d)
-    drafter = kind(options, own, layers, vocab.ids_of(d2t), target.embedding.clone(), target.head_weight.clone())
-    stored = 1 + len({name.split(".")[1] for name in rest if name.startswith("layers.")})
-    if stored != options.num_layers:
-        raise ConfigError(f"the checkpoint has tensors of {stored} decoder layer(s), but options.num_layers = "
+    depth = 1 + len({name.split(".")[1] for name in rest if name.startswith("layers.")})
+    if depth != options.num_layers:
+        raise ConfigError(f"the checkpoint has tensors of {depth} decoder layer(s), but options.num_layers = "
                           f"{options.num_layers}; restore its drafter.json and drafter.safetensors")
-    expected = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in rest.items()}
-    if expected != found:
-        wrong = sorted(set(expected.items()) ^ set(found.items()))
-        raise ConfigError(f"the checkpoint's tensors do not fit the drafter: {wrong[:4]}")
+    # Before anything of the stated sizes is allocated.
+    check_tensors(rest, None, shape, options.tap_norms, "own", layers, options.num_layers, KINDS[kind.kind],
+                  stored=True)
+    drafter = kind(options, own, layers, vocab.ids_of(d2t), target.embedding.clone(), target.head_weight.clone())
     drafter.load_state_dict(rest)
     return drafter
 

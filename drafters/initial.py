@@ -5,14 +5,15 @@ is trained comes from the recipe. V target vocabulary, D draft vocabulary, H hid
 """
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafters import vocab
+from drafters import checkpoint, vocab
 from drafters.export.foreign import Imported
-from drafters.export.kinds import KINDS, MASK_EMBEDDING
+from drafters.export.kinds import MASK_EMBEDDING, MASK_TOKEN
 from drafters.registry import entry, options_of
 from drafters.source import FIELD, find, read
 from drafters.target import Target, default_layers
@@ -42,9 +43,10 @@ def begin(section: Section, target: Target, counts: dict[int, int], seed: int) -
     if not section.init_from:
         return Start(entry(section.kind).code.build(options, target, counts, seed), options)
     folder = find(section.init_from)
+    if (folder / checkpoint.META).is_file():
+        same_kind(checkpoint.read_meta(folder)["kind"], section, folder)
     found, digest = read(folder)
-    if found.kind != section.kind:
-        raise ConfigError(f"{folder}: a drafter of kind {found.kind}, but drafter.kind = {section.kind}")
+    same_kind(found.kind, section, folder)
     layers = check_fit(found, target, str(folder))
     stated = {key: value for key, value in asdict(options).items() if key in section.options}
     chosen = resolve(found, stated, target, section.vocabulary, str(folder))
@@ -58,42 +60,64 @@ def begin(section: Section, target: Target, counts: dict[int, int], seed: int) -
     return Start(drafter, options, {"sha256": digest, "vocabulary": section.vocabulary}, notes)
 
 
+def same_kind(kind: str, section: Section, folder: Path) -> None:
+    if kind != section.kind:
+        raise ConfigError(f"{folder}: a drafter of kind {kind}, but drafter.kind = {section.kind}")
+
+
 def drafter_of(found: Imported, ids: Tensor, layers: list[int], options: Any, target: Target, longer: bool) -> Any:
     """The drafter of an imported checkpoint with draft vocabulary `ids` [D], on a loaded target that it fits. longer:
     it is to be trained, for all positions of the target, where its rotary kind knows no longest one."""
     tensors = {name: t.float() for name, t in found.tensors.items()}
     if found.own_row is not None:  # engines embed the masks by the target's row where the folder has no table
         tensors.setdefault(MASK_EMBEDDING, target.embedding[found.own_row].float().cpu())
-    d2t, t2d = vocab.maps(ids, target.vocab_size)
-    tensors |= {"lm_head.weight": head_rows(own_head(found, target), found.ids, ids, target.head_weight),
-                "d2t": d2t, "t2d": t2d}
+    tensors |= {name: head_rows(head, found.ids, ids, target.head_weight)
+                for name, head in heads_of(found, target).items()}
+    tensors |= dict(zip(("d2t", "t2d"), vocab.maps(ids, target.vocab_size)))
     shape = found.shape | {"draft_vocab_size": len(ids), "target_layers": target.depth}
-    if longer and shape["rope_parameters"]["rope_type"] in ANY_LENGTH:
+    if longer and shape.get("rope_parameters", {}).get("rope_type") in ANY_LENGTH:
         shape["max_position_embeddings"] = target.max_length
     return entry(found.kind).code.load(options, shape, layers, tensors, target)
 
 
-def check_fit(found: Imported, target: Target, where: str) -> list[int]:
-    """The layers that the drafter taps. ConfigError naming what does not fit this target, or its traces."""
+def taps_of(found: Imported, target: Target, where: str) -> list[int]:
+    """The layers that the drafter taps, none where it reads none. ConfigError naming what does not fit a target of
+    these sizes."""
     model = target.section.model
     for name, have in (("vocab_size", target.vocab_size), ("target_hidden_size", target.hidden),
                        ("hidden_size", target.hidden), ("target_layers", target.depth)):
-        said = found.shape[name]
+        said = found.shape.get(name)
         if said is not None and said != have:
             more = "; a drafter of another width than its target is not supported" if name == "hidden_size" else ""
             raise ConfigError(f"{where}: {found.places[name]} = {said}, but target.model = {model} has {have}: the "
                               f"drafter is for another target{more}")
+    if found.carried is not None and not same_values(found.carried, target.head_weight.cpu()[found.ids]):
+        raise ConfigError(f"{where}: the projection of all heads is not the head of target.model = {model}: the "
+                          "drafter is for another target, or trained its own")
+    if entry(found.kind).reads != "taps":
+        return []
     try:
         layers = default_layers(target.depth) if found.layers is None else found.layers
     except ConfigError:
         raise ConfigError(f"{where}: {found.places['layers']} is absent, and engines' default does not fit a target of "
                           f"{target.depth} layers; write down there which layers the drafter was trained on") from None
-    said = f"{where}: {found.places['layers']} = {layers}{' (absent: what engines take)' * (found.layers is None)}"
-    if layers[-1] > target.depth:
-        raise ConfigError(f"{said}, but target.model = {model} has {target.depth} layers")
+    if layers and layers[-1] > target.depth:
+        raise ConfigError(f"{said_layers(found, layers, where)}, but target.model = {model} has {target.depth} layers")
+    return layers
+
+
+def said_layers(found: Imported, layers: list[int], where: str) -> str:
+    return f"{where}: {found.places['layers']} = {layers}{' (absent: what engines take)' * (found.layers is None)}"
+
+
+def check_fit(found: Imported, target: Target, where: str) -> list[int]:
+    """The layers that the drafter taps. ConfigError naming what does not fit this target, or its traces."""
+    model, layers = target.section.model, taps_of(found, target, where)
+    if entry(found.kind).reads != "taps":
+        return layers
     if layers != target.layers:
-        raise ConfigError(f"{said}, but the target is tapped at {target.layers}; set trace.layers: {layers} and run "
-                          "`make trace` under another name")
+        raise ConfigError(f"{said_layers(found, layers, where)}, but the target is tapped at {target.layers}; set "
+                          f"trace.layers: {layers} and run `make trace` under another name")
     tables = [] if found.embedding is None else without(found.own_row, found.embedding, target.embedding.cpu())
     if tables and not same_values(*tables):
         raise ConfigError(f"{where}: embed_tokens.weight is not the embedding of target.model = {model}, which the "
@@ -130,8 +154,10 @@ def resolve(found: Imported, stated: dict[str, Any], target: Target, vocabulary:
         wanted = stated.get(name, said)
         if name == "intermediate_size":
             wanted = wanted or target.config.intermediate_size
-        if name == KINDS[found.kind].own_row and wanted == -1:
+        if name == MASK_TOKEN and wanted == -1:
             wanted = said
+        if name == "draft_vocab_size":
+            wanted = wanted or target.vocab_size
         if name == "draft_vocab_size" and vocabulary == "rebuild":
             chosen[name] = wanted
         elif wanted != said:
@@ -144,6 +170,13 @@ def resolve(found: Imported, stated: dict[str, Any], target: Target, vocabulary:
 def rebuilt(ids: Tensor, counts: dict[int, int], size: int, target: Target) -> Tensor:
     """Draft vocabulary [D] of the new data; places that its tokens leave free go to the earlier ones `ids`."""
     return vocab.build(dict.fromkeys(ids.tolist(), 0) | counts, size, target.vocab_size, vocab.forced(target))
+
+
+def heads_of(found: Imported, target: Target) -> dict[str, Tensor]:
+    """The heads [D, H] that the drafter has of its own, by name."""
+    if found.head == "many":
+        return {name: t for name, t in found.tensors.items() if name.startswith("lm_heads.")}
+    return {"lm_head.weight": own_head(found, target)}
 
 
 def own_head(found: Imported, target: Target) -> Tensor:

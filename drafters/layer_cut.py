@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from pydantic import NonNegativeInt
 from torch import Tensor, nn
 
 from drafters.base import take
@@ -20,7 +19,7 @@ from drafters.growth import growth
 from drafters.tree import Draft, Plan, planned
 from drafters.visible import Branches, Paths, masks, windows_of
 from recipes.errors import ConfigError
-from recipes.schema import opt
+from recipes.schema import NonNegativeInt, opt
 
 
 @dataclass

@@ -1,14 +1,30 @@
 """Sizes and small modules that drafters share. Legend: H hidden, I intermediate."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.errors import ConfigError
+
 MOST_LAYERS = 2  # decoder layers of a drafter that are tested, and that engines are known to load
 MOST_PARALLEL_LAYERS = 4  # of one that drafts in parallel, which vLLM alone serves
+
+
+def check_sizes(form: type, values: Any) -> None:
+    """ConfigError naming the first field of `form`, a dataclass, that the shape in a drafter.json lacks or has beside
+    it, or that is a size and no whole number above 0."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"shape = {values!r}: must be a mapping")
+    differ = sorted({f.name for f in fields(form)} ^ values.keys())
+    if differ:
+        raise ConfigError(f"shape.{differ[0]} is missing or unknown")
+    for f in fields(form):
+        value = values[f.name]
+        if f.type is int and (type(value) is not int or value < 1):
+            raise ConfigError(f"shape.{f.name} = {value!r}: must be a whole number above 0")
 
 
 @dataclass
@@ -28,6 +44,18 @@ class Shape:
     max_position_embeddings: int
     rope_parameters: dict[str, Any]
     target_layers: int
+
+    @classmethod
+    def read(cls, values: Any) -> "Shape":
+        """The sizes that a drafter.json states. ConfigError naming the first that is missing, unknown or none; whether
+        tensors bear them out is for the caller to see, before anything of these sizes is allocated."""
+        check_sizes(cls, values)
+        eps, rope = values["rms_norm_eps"], values["rope_parameters"]
+        if type(eps) is not float or not 0 < eps < 1:
+            raise ConfigError(f"shape.rms_norm_eps = {eps!r}: must be a number between 0 and 1")
+        if not isinstance(rope, dict) or not isinstance(values["hidden_act"], str):
+            raise ConfigError("shape: rope_parameters must be a mapping, hidden_act a name")
+        return cls(**values)
 
     @classmethod
     def from_target(cls, config: Any, draft_vocab_size: int, intermediate_size: int = 0) -> "Shape":

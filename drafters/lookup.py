@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from drafters.tree import Draft, Plan, planned
-from recipes.schema import opt
+from recipes.schema import PositiveInt, opt
 
 
 @dataclass

@@ -33,16 +33,20 @@ from recipes.errors import ConfigError
 from recipes.model_shape import ModelShape
 from recipes.schema import opt
 
+# Acceptance lengths that `make plan` takes for the worst and the best case, and why these.
+EXPECTED_LENGTHS = ((1.2, 3.0), "at best a good EAGLE-3 chain, whose steps see the tokens before them; an early drafter "
+                                "on few tokens keeps less")
+
 
 @dataclass
 class Options(Shared):
     """`drafter.options` of a recipe with kind parallel."""
 
-    depth: Annotated[int, Field(ge=2)] = opt(5, "K: tokens that one pass drafts in training")
+    depth: Annotated[int, Field(ge=2, le=128)] = opt(5, "K: tokens that one pass drafts in training")
     depth_share: Share = opt(0.7, "r: share of the chains that goes on from each depth, at random: r^k at depth k")
     depth_floor: Annotated[float, Field(ge=0, le=1)] = opt(0.2, "share of the chains that every depth has at least")
     num_layers: Annotated[int, Field(ge=1, le=MOST_PARALLEL_LAYERS)] = opt(1, "decoder layers, 1 to 4")
-    mask_token: Annotated[int, Field(ge=-1)] = opt(
+    mask_token: Annotated[int, Field(ge=-1, lt=2**31)] = opt(
         -1, "target id that stands for a token to come, one that no text has; -1: such a one is looked for")
 
     @property

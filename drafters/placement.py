@@ -115,3 +115,8 @@ def on_one_process(section: TargetSection) -> TargetSection:
     """The section for a stage that is one process: the target over all devices of the machine instead of over the
     processes of a launch."""
     return replace(section, tp_plan="", device_map="auto") if section.tp_plan else section
+
+
+def on_the_cpu(section: TargetSection) -> TargetSection:
+    """The section for what another process is to compute with: all that is asked of the target is on the CPU."""
+    return replace(section, tp_plan="", device_map="", device="cpu")

@@ -1,7 +1,7 @@
 """Where a drafter that a run starts from lies: a folder, a run, or a Hub repository, read into memory and recognised.
 
-Weights are safetensors, one file or several with an index; pytorch_model.bin is read with `weights_only`, which
-executes nothing that the file holds.
+Weights are safetensors, one file or several with an index; pytorch_model.bin and the Medusa repository's
+medusa_lm_head.pt are read with `weights_only`, which executes nothing that the file holds.
 """
 
 import pickle
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters import checkpoint, vocab
-from drafters.export import check
+from drafters.export import check, medusa
 from drafters.export.foreign import Imported, from_native
 from drafters.export.kinds import KINDS
 from drafters.export.native import layers_of
@@ -32,8 +32,14 @@ from recipes.files import sha256_file, sha256_json
 FIELD = "drafter.init_from"
 CONFIG, ORIGIN = "config.json", "provenance.json"
 PART = re.compile(r"[\w][\w.-]*")  # a file's name that leads nowhere else
+# How a config.json that is not native EAGLE-3's is known, and what reads its folder.
+LAYOUTS: tuple[tuple[Callable[[dict[str, Any]], bool], Callable[..., Imported]], ...] = (
+    (lambda config: "speculators_model_type" in config, from_speculators),
+    (lambda config: config.get("model_type") == "medusa", medusa.from_vllm),
+    (lambda config: "medusa_num_heads" in config, medusa.from_original))
+OWN = {"medusa": medusa.from_checkpoint}  # checkpoints of this project that `own` does not read
 # Stems of the files that hold the weights, in the order in which they are looked for.
-STEMS: tuple[tuple[str, str], ...] = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+STEMS: tuple[tuple[str, str], ...] = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("medusa_lm_head", ".pt"))
 
 
 def find(init_from: str, field: str = FIELD) -> Path:
@@ -51,7 +57,8 @@ def find(init_from: str, field: str = FIELD) -> Path:
     try:
         found = Path(snapshot_download(init_from, allow_patterns=["*.json", "*.safetensors"]))
         if field == FIELD and not list(found.glob("*.safetensors")):
-            found = Path(snapshot_download(init_from, allow_patterns=["*.json", "pytorch_model*.bin"]))
+            found = Path(snapshot_download(init_from, allow_patterns=["*.json", "pytorch_model*.bin",
+                                                                       "medusa_lm_head.pt"]))
     except (OSError, HFValidationError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{field} = {init_from}: no such folder here, and not to be had from the Hub: {first}"
@@ -67,10 +74,10 @@ def read(folder: Path, field: str = FIELD) -> tuple[Imported, str]:
     """
     if (folder / checkpoint.META).is_file():
         meta, files = checkpoint.read_meta(folder), [folder / checkpoint.META, folder / checkpoint.WEIGHTS]
-        found = own(meta, checkpoint.read_tensors(folder), folder)
+        found = OWN.get(meta["kind"], own)(meta, checkpoint.read_tensors(folder), folder)
     elif (folder / CONFIG).is_file():
         config = read_config(folder / CONFIG)
-        layout = from_speculators if "speculators_model_type" in config else from_native
+        layout = next((read for known, read in LAYOUTS if known(config)), from_native)
         files = weight_files(folder, STEMS if field == FIELD else STEMS[:1])
         tensors = read_tensors(files)
         try:
@@ -134,7 +141,7 @@ def weight_files(folder: Path, stems: tuple[tuple[str, str], ...] = STEMS) -> li
             return [index, *(folder / name for name in names)]
         if single.is_file():
             return [single]
-        others = sorted(path for path in folder.glob(f"*{end}"))
+        others = sorted(folder.glob(f"*{end}")) if end != ".pt" else []  # a .pt of another name may be anything
         if len(others) == 1:
             return others
         if others:
@@ -144,15 +151,19 @@ def weight_files(folder: Path, stems: tuple[tuple[str, str], ...] = STEMS) -> li
 
 
 def read_tensors(files: list[Path]) -> dict[str, Tensor]:
-    """The tensors of these files together; an index must name exactly what its files hold (case 46)."""
+    """The tensors of these files together; an index must name of each file exactly what it holds (case 46)."""
     tensors: dict[str, Tensor] = {}
+    placed = read_config(files[0])["weight_map"] if files[0].suffix == ".json" else None
     for path in files:
-        if path.suffix != ".json":
-            tensors |= READERS[path.suffix](path)
-    if files[0].suffix == ".json":
-        differ = sorted(read_config(files[0])["weight_map"].keys() ^ tensors.keys())
-        if differ:
-            raise ConfigError(f"{files[0]}: {differ[0]} is either not in the index or in none of its files")
+        if path.suffix == ".json":
+            continue
+        held = READERS[path.suffix](path)
+        if placed is not None:
+            differ = sorted({name for name, file in placed.items() if file == path.name} ^ held.keys())
+            if differ:
+                raise ConfigError(f"{files[0]}: {differ[0]}: the index and {path.name} do not agree on whether it is "
+                                  "there; restore the folder")
+        tensors |= held
     return tensors
 
 
@@ -176,4 +187,5 @@ def read_bin(path: Path) -> dict[str, Tensor]:
     return found
 
 
-READERS: dict[str, Callable[[Path], dict[str, Tensor]]] = {".safetensors": read_safetensors, ".bin": read_bin}
+READERS: dict[str, Callable[[Path], dict[str, Tensor]]] = {".safetensors": read_safetensors, ".bin": read_bin,
+                                                           ".pt": read_bin}

@@ -7,8 +7,10 @@ after the final norm, applied once. Legend: B rows, q tokens a row, H target hid
 import json
 import os
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from drafters.cache import RowCache
 from drafters.embedded import materialise
 from drafters.fast_cpu import GROUPED, use_skinny_linear
 from drafters.placement import check_map, device_of, loading_options, pick_device, weight_of
+from drafters.registry import FINAL
 from drafters.visible import Branches, masks, windows_of
 from recipes.errors import ConfigError
 from recipes.files import sha256_file, sha256_json
@@ -39,7 +42,7 @@ class States:
     """What one forward pass of the target yields."""
 
     final: Tensor  # [B, q, H] after the final norm
-    taps: Tensor | None  # [B, q, n*H] states entering the tapped layers, ascending
+    taps: Tensor | None  # [B, q, n*H] what the drafter reads: states entering the tapped layers, or the final one
     logits: Tensor | None  # [B, q, V]
 
 
@@ -83,9 +86,9 @@ def use_threads(threads: int) -> None:
 
 
 class Target:
-    """A loaded target. `layers` are the tapped layer ids (empty: no taps)."""
+    """A loaded target. `layers` are the tapped layer ids (empty: no layer is tapped)."""
 
-    def __init__(self, section: TargetSection, layers: list[int] | None = None) -> None:
+    def __init__(self, section: TargetSection, layers: list[int] | str | None = None) -> None:
         """Loads model and tokenizer. Raises ConfigError naming `target.model` for anything unusable."""
         use_threads(section.threads)
         transformers_logging.disable_progress_bar()
@@ -101,8 +104,8 @@ class Target:
             model, report = AutoModelForCausalLM.from_pretrained(
                 self.path, dtype=self.dtype, use_safetensors=True, output_loading_info=True, **options, **placed)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise ConfigError(f"target.model = {section.model}: cannot be loaded: {first}") from None
+            said = textwrap.shorten(str(error), 300)
+            raise ConfigError(f"target.model = {section.model}: cannot be loaded: {said}") from None
         if report["missing_keys"]:  # transformers would go on with random numbers in their place (case 13)
             raise ConfigError(f"target.model = {section.model}: its files hold no {sorted(report['missing_keys'])[0]}")
         check_map(section, model)
@@ -170,10 +173,11 @@ class Target:
             raise ConfigError(f"trace.layers = {chosen}: must be distinct, ascending and within 0..{self.depth}")
         return chosen
 
-    def tap(self, layers: list[int] | None) -> None:
+    def tap(self, layers: list[int] | str | None) -> None:
         """Passes give the states entering these layers from now on (empty: the default ones; None: none); id L is what
-        enters the final norm. Raises ConfigError as check_layers does."""
-        self.layers, base = self.check_layers(layers), self.model.get_decoder()
+        enters the final norm. FINAL: they give the state after it. Raises ConfigError as check_layers does."""
+        self.shows_final = layers == FINAL
+        self.layers, base = self.check_layers(None if self.shows_final else layers), self.model.get_decoder()
         for hook in self.hooks:
             hook.remove()
         self.seen.clear()
@@ -228,11 +232,18 @@ class Target:
         final = self.model.get_decoder()(
             input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=cache is not None,
         ).last_hidden_state.to(self.device)
-        taps = torch.cat([self.seen[k].to(self.device) for k in self.layers], dim=-1) if self.layers else None
+        taps = final if self.shows_final else None
+        if self.layers:
+            taps = torch.cat([self.seen[k].to(self.device) for k in self.layers], dim=-1)
         return States(final, taps, self.project(final) if logits else None)
 
     def fingerprint(self) -> dict[str, str]:
         """What must agree between traces, drafter and serving: weights, config, dtype, tokenizer, template."""
+        return dict(self.identity)
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """The fingerprint, worked out once: it reads every weight file."""
         return fingerprint_of(self.path, self.config, self.tokenizer, self.section.dtype)
 
     def weights_digest(self) -> str:

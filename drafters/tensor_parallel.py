@@ -9,6 +9,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers.distributed import DistributedConfig
 from drafters.cache import RowCache
 from drafters.placement import loading_options
 from drafters.target import States, Target, resolve_model
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, DrafthouseError, RunError
 from recipes.schema import Target as TargetSection
 
 # Rank 0 may tokenise, ask a server or write for hours between two passes (case 43). Where a process dies, its launcher
@@ -31,9 +32,11 @@ PATIENCE = timedelta(days=30)
 
 def lead(section: TargetSection, work: Callable[[], None]) -> None:
     """Calls `work` where the target is one process's own. With `target.tp_plan`, rank 0 calls it, and every other rank
-    computes its part of the passes until that call has ended.
+    computes its part of the passes until that call has ended. An error of the user's that `work` raises is rank 0's to
+    tell: the others end in peace.
 
-    Raises ConfigError where the launch has one process, or the section contradicts itself.
+    Raises ConfigError where the launch has one process, or the section contradicts itself; RunError on the other ranks
+    where rank 0 has died.
     """
     if not section.tp_plan:
         work()
@@ -47,7 +50,12 @@ def lead(section: TargetSection, work: Callable[[], None]) -> None:
     if dist.get_rank():
         follow(section)
     else:
-        work()
+        try:
+            work()
+        except (DrafthouseError, OSError):
+            with suppress(RuntimeError):  # the others may have ended with the same error
+                send({"op": "stop"})
+            raise
         send({"op": "stop"})
     dist.destroy_process_group()
 
@@ -92,7 +100,10 @@ def follow(section: TargetSection) -> None:
     targets: list[ShardedTarget] = []
     caches: dict[int, RowCache] = {}
     while True:
-        command, tensors = receive()
+        try:
+            command, tensors = receive()
+        except RuntimeError:  # all of torch.distributed's errors are
+            raise RunError("the first process of this launch has ended (its own message says why)") from None
         op, cache = command["op"], command.get("cache")
         for number in command.get("dropped", []):
             del caches[number]

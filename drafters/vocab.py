@@ -53,6 +53,8 @@ def ids_of(d2t: Tensor) -> Tensor:
 
 def check(d2t: Tensor, t2d: Tensor) -> None:
     """ConfigError where a map is not an offset map onto distinct target ids that t2d marks (case 56)."""
+    if d2t.dim() != 1 or t2d.dim() != 1 or d2t.is_floating_point():
+        raise ConfigError(f"d2t {d2t.dtype} {list(d2t.shape)}, t2d {list(t2d.shape)}: must be lists of whole numbers")
     ids = ids_of(d2t)
     fine = bool((ids >= 0).all() and (ids < len(t2d)).all()) and len(ids.unique()) == len(ids)
     if not fine or int(t2d.sum()) != len(ids) or not bool(t2d[ids].all()):

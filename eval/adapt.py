@@ -104,7 +104,7 @@ def measure_curve(target: Target, drafter: Drafter, context: int, widths: list[i
     works: dict[str, Callable[[], object]] = {
         f"verify {n}": lambda n=n: target.forward(block[:, :n], ahead[:, :n], cache) for n in {1, *widths}}
     works |= {f"draft {n}": lambda plan=plan: draft(plan) for n, plan in plans.items()}
-    times = medians_in_turns(works, repeats)
+    times = medians_in_turns(works, device, repeats)
     first = times["draft 1"] / (1 if one_pass else levels)
     rest = {n: (times[f"draft {n}"] - first) / (levels - 1) for n in plans if n > 1}  # the first level has one node
     verify = {n: times[f"verify {n}"] for n in {1, *widths}}

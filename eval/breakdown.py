@@ -3,7 +3,6 @@
 Measured inside the loop, in a run of its own, by calls that are timed where they are made.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,9 @@ from drafters.base import Drafter
 from drafters.target import Target
 from drafters.tree import Plan
 from eval import decode
+from eval.clock import now
 from eval.decode import Decoder
+from eval.figures import spread
 
 PARTS = ("draft", "verify", "sample", "cache")
 PROMPTS = 4  # timed; about a hundred cycles are enough for their mean
@@ -30,9 +31,7 @@ class Clock:
         self.inner: list[float] = []
 
     def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return now(self.device)
 
     def timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         """`work`, its time counted as `part`."""
@@ -91,9 +90,9 @@ def watched(target: Target, drafter: Drafter, clock: Clock) -> tuple[Stand, Stan
 
 
 def cycle(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan | int, max_tokens: int,
-          ) -> dict[str, Any]:
-    """Mean milliseconds of a cycle and of each part, over all cycles of the first PROMPTS of these prompts, the first
-    one run once before.
+          **how: Any) -> dict[str, Any]:
+    """Mean milliseconds of a cycle and of each part, over all cycles of PROMPTS of these prompts, evenly spaced; the
+    first one is run once before. how: what the Decoder is told of sampling and acceptance (eval.plans.rule_of).
 
     Prefill is not counted. `other_ms` is what no part explains: the loop's own Python.
     """
@@ -108,10 +107,10 @@ def cycle(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan
             self.began = clock.now()
             return rows
 
-    decoder = Watched(seen, max_tokens)
+    decoder = Watched(seen, max_tokens, **how)
     parts = dict.fromkeys(PARTS, 0.0)
     with timed_verdicts(clock):
-        for warm, prompt in [(True, prompts[0]), *((False, p) for p in prompts[:PROMPTS])]:
+        for warm, prompt in [(True, prompts[0]), *((False, prompts[i]) for i in spread(prompts, PROMPTS))]:
             output = decoder.speculative([prompt], drawn, plan)[0]
             if not warm and output.passes:
                 seconds += clock.now() - decoder.began

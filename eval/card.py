@@ -9,7 +9,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from eval.licences import LICENCES, TargetTerms
+from eval.licences import LICENCES, Start, TargetTerms
+from eval.plans import in_words
 from recipes.errors import ConfigError
 
 METRICS = (  # of the model-index: name, path in the report's total
@@ -33,6 +34,9 @@ class CardFacts:
     prompts_shown: bool
     serve: str  # SERVE.md
     recipe: str  # as YAML, without local names
+    start: Start | None = None
+    answers_kept: bool = False  # generation.answers: keep
+    positions: int = 0  # that the drafter is labelled for; 0: not said
 
 
 def plain(value: Any) -> str:
@@ -54,8 +58,8 @@ def metadata(facts: CardFacts, report: dict[str, Any]) -> str:
             task_type="text-generation", task_name="Speculative decoding, greedy", dataset_type=dataset,
             dataset_name=f"Drafthouse {dataset} prompts", dataset_args={"sha256": settings["prompts_sha256"]},
             metric_type=kind, metric_name=name, metric_value=round(float(value), 4),
-            metric_args={"draft_length": settings["draft_length"], "prompts": total["prompts"],
-                         "drafts": total["drafts"]}))
+            metric_args={"draft_length": settings["draft_length"], "plan": settings["plan"]["kind"],
+                         "prompts": total["prompts"], "drafts": total["drafts"]}))
     known = facts.licence in LICENCES
     data = ModelCardData(
         model_name=facts.repo.rpartition("/")[2], base_model=facts.terms.base_model,
@@ -83,16 +87,29 @@ def body(facts: CardFacts, report: dict[str, Any]) -> str:
         lines += [f"**The target was {plain(terms.origin)}.** Its weights are not those of `{plain(terms.base_model)}` "
                   "bit for bit, and acceptance with the latter was not measured.", ""]
     lines += ["## Measured", "", *measured(report), "", "## Use", "", used(facts.serve), "", "## Training", ""]
-    lines += ["Training data, by source:", "", *(f"- {plain(what)}: {plain(licence)}" for what, licence in facts.data),
-              "- answers and hidden states: the target's own", "",
+    lines += [*trained(facts), "",
               "Prompt texts are " + ("in evaluation_prompts.jsonl." if facts.prompts_shown else "not published."), "",
               "<details><summary>Recipe</summary>", "",
               *("    " + line for line in html.escape(facts.recipe, quote=False).splitlines()), "", "</details>", "",
               "## Licence", "",
               f"{plain(titles.title if titles else facts.licence)}. Target: {plain(terms.licence)}.", ""]
     lines += [f"- {plain(notice)}" for notice in facts.notices]
-    lines += ["", "## Limits", "", *(f"- {limit}" for limit in limits(report)), ""]
+    found = limits(report)
+    if facts.positions:
+        found.append(f"Labelled for {facts.positions:,} positions; contexts beyond them are not for this drafter.")
+    lines += ["", "## Limits", "", *(f"- {limit}" for limit in found), ""]
     return "\n".join(lines)
+
+
+def trained(facts: CardFacts) -> list[str]:
+    """What the drafter was trained on, as far as this run knows."""
+    data = [f"- {plain(what)}: {plain(licence)}" for what, licence in facts.data]
+    if facts.start and facts.start.itself:
+        return ["Not trained by the recipe below, which evaluated and exported it. On what it was trained is its "
+                "authors' to say. Its origin:", "", *data]
+    return ["Training data, by source:", "", *data,
+            "- answers: those that came with the prompts; hidden states: the target's own" if facts.answers_kept
+            else "- answers and hidden states: the target's own"]
 
 
 def measured(report: dict[str, Any]) -> list[str]:
@@ -103,7 +120,8 @@ def measured(report: dict[str, Any]) -> list[str]:
     rows = [("all", total), *report["sets"].items()]
     lines = [
         f"Mean acceptance length **{total['acceptance']['mean_length']:.2f}** tokens per draft (95 % interval "
-        f"{low:.2f} to {high:.2f}; {total['drafts']:,} drafts, {total['prompts']:,} prompts), chains of {K}, greedy. "
+        f"{low:.2f} to {high:.2f}; {total['drafts']:,} drafts, {total['prompts']:,} prompts), "
+        f"{plain(in_words(report['settings']['plan']))}, greedy. "
         f"Speedup {speed['speedup']:.2f} over {plain(speed['baseline_engine'])} at batch 1 "
         f"({speed['prompts']} prompts, {plain(report['stack']['device'])}, {plain(report['stack']['dtype'])}).", "",
         "Cumulative acceptance: the share of drafts whose first tokens, up to this position, the target accepted.", "",
@@ -132,7 +150,10 @@ def used(serve: str) -> str:
 
 def limits(report: dict[str, Any]) -> list[str]:
     """Where the numbers do not hold, a sentence each."""
-    total, found = report["total"], []
+    total, plan, found = report["total"], report["settings"]["plan"], []
+    if plan["kind"] != "chain" or plan["confidence"]:
+        found.append(f"Measured with {in_words(plan)}; the commands above draft plain chains, whose acceptance is "
+                     "another.")
     buckets = total["acceptance"]["by_context_bucket"]
     longest = max((bucket["to"] for bucket in buckets), default=0)
     found.append(f"Contexts of up to {longest:,} tokens were measured; longer ones were not.")

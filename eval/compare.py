@@ -25,6 +25,7 @@ from recipes.schema import Recipe, opt
 SCHEMA = "drafthouse.compare/1"
 NO_FIGURES = ("key", "prompt_ids_sha256")  # settings that follow from others
 ACROSS = "across"
+LOSSY, WHY = "LOSSY", "typical acceptance: its answers are not the target's own"
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Options:
 
 @dataclass
 class Run:
-    """One report, its label (letter and name) and what differs from the first one."""
+    """One report, its label (letter and name; LOSSY between them where it is) and what differs from the first one."""
 
     label: str
     path: Path
@@ -47,6 +48,7 @@ class Run:
         return {"label": self.label, "report": str(self.path), "sha256": sha256_file(self.path),
                 "drafter": drafter["kind"], "checkpoint": drafter["checkpoint"], "parameters": drafter["parameters"],
                 "target": self.report["target"]["model"], "time": stack["time"], "git": stack["git"],
+                "lossy": lossy(self.report),
                 "verdict": self.report["verdict"]["decision"], "differs": self.differs,
                 "mean_length": total["acceptance"]["mean_length"], "ci95": total["acceptance"]["ci95"],
                 "tokens_per_target_pass": total["tokens_per_target_pass"],
@@ -69,14 +71,24 @@ def read_runs(paths: list[str], allowed: bool) -> list[Run]:
     for number, name in enumerate(paths):
         path = Path(name) / "report.json" if Path(name).is_dir() else Path(name)
         report = read_report(path)
-        runs.append(Run(f"{letter(number)} {report['name']}", path, report))
+        mark = f"{LOSSY} " if lossy(report) else ""  # in front: plots cut long labels at their end
+        runs.append(Run(f"{letter(number)} {mark}{report['name']}", path, report))
     for run in runs[1:]:
         first = runs[0]
         run.differs = check_origins(first.report, run.report, (str(first.path), str(run.path)), f"give --{ACROSS}",
                                     allowed)
+        places = [timed_at(one.report) for one in (first, run)]
+        if places[0] != places[1] and not allowed:
+            raise ConfigError(f"{run.path}: was timed at {places[1]}, {first.path} at {places[0]}; give --{ACROSS} to "
+                              "put them side by side all the same")
         run.differs += differences(*({k: v for k, v in r.report["settings"].items() if k not in NO_FIGURES}
                                      for r in (first, run)))
     return runs
+
+
+def lossy(report: dict[str, Any]) -> bool:
+    """Whether the report is of a rule that changes the answers."""
+    return bool(report["settings"].get("lossy"))
 
 
 def letter(number: int) -> str:
@@ -93,10 +105,19 @@ def compared(runs: list[Run], seed: int) -> dict[str, Any]:
         for one, adjusted, run in zip(found, holm([one["p_value"] for one in found]), runs[1:]):
             one |= {"run": run.label, "p_adjusted": adjusted}
             one["conclusion"] = conclusion(metric, one)
-        metrics.append({"metric": metric.name, "label": metric.label, "unit": metric.unit,
+        label = f"{metric.label} at {timed_at(runs[0].report)}" if metric.timed else metric.label
+        metrics.append({"metric": metric.name, "label": label, "unit": metric.unit,
                         "better": "higher" if metric.higher else "lower", "against_first": found})
-    return {"schema": SCHEMA, "resamples": DRAWS, "seed": seed, "runs": [run.summary() for run in runs],
+    known = (n for n, metric in enumerate(metrics) if any(one["difference"] is not None
+                                                          for one in metric["against_first"]))
+    return {"schema": SCHEMA, "resamples": DRAWS, "seed": seed, "timed_at": timed_at(runs[0].report),
+            "headline": next(known, 0), "runs": [run.summary() for run in runs],
             "metrics": metrics}
+
+
+def timed_at(report: dict[str, Any]) -> str:
+    """Where the figures of a report's timed prompts were taken."""
+    return f"concurrency {report['settings']['batch_size']}" if "server" in report else "batch 1"
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
@@ -123,6 +144,9 @@ def as_markdown(result: dict[str, Any]) -> str:
     lines = [f"**Comparison with {escaped(result['runs'][0]['label'])}**", "", f"| {' | '.join(HEADINGS)} |",
              f"|{'---|' * len(HEADINGS)}"]
     lines += [f"| {' | '.join(map(escaped, row))} |" for row in rows(result)]
+    for run in result["runs"]:
+        if run["lossy"]:
+            lines += ["", f"{escaped(run['label'])}: {WHY}"]
     for run in result["runs"][1:]:
         if run["differs"]:
             lines += ["", f"{escaped(run['label'])} differs: {escaped('; '.join(run['differs']))}"]
@@ -138,11 +162,14 @@ def main(recipe: Recipe, switches: set[str], options: Options, words: list[str])
     write_json(folder / "compare.json", result)
     write_text(folder / "compare.md", as_markdown(result))
     write_text(folder / "compare.html", page("compare.html.j2", result=result, plots=draw_comparison(result["runs"]),
-                                             rows=rows(result), headings=HEADINGS))
+                                             rows=rows(result), headings=HEADINGS, why_lossy=WHY))
     table = Table(*HEADINGS)
     for row in rows(result):
         table.add_row(*row)
     Console(width=150).print(table, markup=False)
+    for run in runs:
+        if lossy(run.report):
+            print(f"{run.label}: {WHY}")
     for run in runs[1:]:
         for difference in run.differs:
             print(f"{run.label}: {difference}")

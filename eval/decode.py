@@ -21,7 +21,7 @@ from drafters.tree import Draft, Plan, Topology, planned
 from drafters.visible import Branches
 from eval.metrics import Acceptance
 from eval.stops import Stops
-from eval.verify import Verdict, verify
+from eval.verify import Typical, Verdict, verify
 
 GREEDY = Sampling()
 
@@ -64,7 +64,7 @@ class Output:
         None where nothing was; own: the target's token there."""
         self.passes += 1
         if drafted:
-            self.acceptance.add(accepted, drafted)
+            self.acceptance.add(accepted, drafted, refused is not None)
             self.drafts.append((context, accepted))
         if refused is not None:
             self.rejected.append(own)
@@ -128,13 +128,15 @@ class Decoder:
     """Decodes prompts with a target, with or without a drafter.
 
     slots: rows decoded together; a finished one is replaced by the next prompt (0: all at once). stop: strings that end
-    an answer. on_tokens(prompt index, tokens): called with the tokens of each answer as they are decided.
+    an answer. typical: accept by this rule, which is lossy, where tokens are sampled. on_tokens(prompt index, tokens):
+    called with the tokens of each answer as they are decided.
     """
 
     def __init__(self, target: Target, max_tokens: int, sampling: Sampling = GREEDY, end_ids: list[int] | None = None,
                  seed: int = 0, slots: int = 0, stop: Sequence[str] = (),
-                 on_tokens: Callable[[int, list[int]], None] | None = None) -> None:
+                 on_tokens: Callable[[int, list[int]], None] | None = None, typical: Typical | None = None) -> None:
         self.target, self.max_tokens, self.sampling, self.seed = target, max_tokens, sampling, seed
+        self.typical = typical
         self.end_ids = set(target.end_ids if end_ids is None else end_ids)
         self.slots, self.on_tokens = slots, on_tokens
         self.stops = Stops(target.tokenizer, stop) if stop else None
@@ -199,8 +201,9 @@ class Decoder:
             session.begin(chosen)
             session.observe(states.taps, following, positions, lengths - 1)
         rows = Rows(cache, session, list(index), lengths, first, seen)
+        tokens = first.tolist()  # waits for the device: only now are the tokens there
         now = time.perf_counter()
-        for number, token in zip(rows.index, first.tolist()):
+        for number, token in zip(rows.index, tokens):
             self.give(number, outputs[number], [token], now)
         self.retire(rows, outputs)
         return rows
@@ -213,12 +216,13 @@ class Decoder:
         block = torch.cat([rows.last[:, None], draft.tokens], dim=1)  # [B, N+1]
         positions = rows.length[:, None] + shape.depth
         states = self.target.forward(block, positions, rows.cache, branches=rows.branches(draft, shape, positions))
-        verdict = verify(states.logits, draft, self.sampling, self.generator, rows.seen, shape)
+        verdict = verify(states.logits, draft, self.sampling, self.generator, rows.seen, shape, self.typical)
         contexts = (rows.length + 1).tolist()
         rows.advance(states, verdict)
-        now = time.perf_counter()
         counts = zip(verdict.accepted.tolist(), draft.counts(), contexts, verdict.refusals())
-        for number, tokens, (n, drafted, context, refused) in zip(rows.index, verdict.tokens.tolist(), counts):
+        kept = verdict.tokens.tolist()
+        now = time.perf_counter()
+        for number, tokens, (n, drafted, context, refused) in zip(rows.index, kept, counts):
             outputs[number].count(n, drafted, context, refused, tokens[n])
             self.give(number, outputs[number], tokens[: n + 1], now)
 
@@ -226,8 +230,9 @@ class Decoder:
         """One token for every row."""
         states = self.target.forward(rows.last[:, None], rows.length[:, None], rows.cache)
         rows.last, rows.length = self.choose(states.logits[:, 0], rows.seen), rows.length + 1
+        tokens = rows.last.tolist()
         now = time.perf_counter()
-        for number, token in zip(rows.index, rows.last.tolist()):
+        for number, token in zip(rows.index, tokens):
             outputs[number].passes += 1
             self.give(number, outputs[number], [token], now)
 

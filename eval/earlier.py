@@ -13,10 +13,12 @@ from recipes.schema import Eval
 
 SCHEMA = "drafthouse.report/1"
 STACK = ("versions", "dtype", "device", "threads")
+PARTS = {"name": str, "target": dict, "drafter": dict, "stack": dict, "settings": dict, "total": dict, "sets": dict,
+         "prompts": list, "verdict": dict}
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report.json. Raises ConfigError naming the file where it is none, or of a form without counts by prompt."""
+    """A report.json. Raises ConfigError naming the file where it is none, or lacks a part of the form."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -25,9 +27,10 @@ def read_report(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         raise ConfigError(f"{path}: not a report of form {SCHEMA}; name an eval/report.json")
-    missing = [key for key in ("target", "stack", "settings", "total", "sets", "prompts") if key not in report]
+    missing = [key for key, kind in PARTS.items() if not isinstance(report.get(key), kind)]
     if missing:
-        raise ConfigError(f"{path}: {', '.join(missing)} missing: made by an earlier version; evaluate again")
+        raise ConfigError(f"{path}: {', '.join(missing)} missing or not of its form: made by an earlier version; "
+                          "evaluate again")
     return report
 
 
@@ -39,9 +42,9 @@ def sets_sha256(sets: list[Questions]) -> str:
 def key_of(drafter: str, section: Eval, sets: list[Questions], fingerprint: dict[str, str]) -> str:
     """Digest of all that decides the figures of an evaluation, times aside: what a finished one is recognised by.
 
-    drafter: digest of what decides its drafts, for a checkpoint that of its weights.
+    drafter: digest of what decides its drafts, for a checkpoint checkpoint.digest_of.
     """
-    settings = {k: v for k, v in asdict(section).items() if k != "tracker"}
+    settings = {k: v for k, v in asdict(section).items() if k not in ("tracker", "server")}
     return sha256_json([drafter, settings, sets_sha256(sets), fingerprint])
 
 

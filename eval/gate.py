@@ -13,8 +13,10 @@ from recipes.gates import ABSOLUTE, RELATIVE, Bound, Gates, read_gates
 from recipes.provenance import differences
 from recipes.schema import opt
 
-SAME_SETTINGS = ("prompts_sha256", "max_tokens", "temperature")
+# Settings that must agree with the reference's, and what a report that does not state one was made with.
+SAME_SETTINGS = {"max_tokens": None, "temperature": None, "acceptance": "exact", "typical": None}
 HELD, BROKEN, SKIPPED = "held", "broken", "not judged"
+LOSSY = "max 0: typical acceptance, not the target's own answers"
 
 
 @dataclass
@@ -60,17 +62,22 @@ class Gate:
         return cls(path, gates, named, read_report(Path(named)) if named else None)
 
     def judge(self, report: dict[str, Any]) -> list[Judged]:
-        """Every bound. Raises ConfigError for a metric that the report does not have, and for a reference of another
-        target, stack, prompts or answer length unless `across` allows it (case 50)."""
+        """Every bound; a lossy report breaks one that no file has to set. Raises ConfigError for a metric that the
+        report does not have, and for a reference of another target, stack, prompts, answer length or rule of acceptance
+        unless `across` allows it (case 50)."""
         if self.reference is not None:
             check_origins(self.reference, report, (self.reference_path, "this report"),
                           f"set across: true in {self.path}", self.gates.across)
-            other = differences(*({key: r["settings"].get(key) for key in SAME_SETTINGS}
+            other = differences(*({key: r["settings"].get(key, default) for key, default in SAME_SETTINGS.items()}
                                   for r in (self.reference, report)))
+            other += asked_otherwise(self.reference, report)
             if other and not self.gates.across:
-                raise ConfigError(f"{self.reference_path}: answers to other prompts or of another length than this "
-                                  f"report: {'; '.join(other)}; set across: true in {self.path} to judge all the same")
-        return [one for number, bound in enumerate(self.gates.bounds) for one in self.one(number, bound, report)]
+                raise ConfigError(f"{self.reference_path}: answers to other prompts, of another length or by another "
+                                  f"rule than this report: {'; '.join(other)}; set across: true in {self.path} to "
+                                  "judge all the same")
+        judged = [Judged("settings.lossy", 1.0, LOSSY, BROKEN)] if report["settings"].get("lossy") else []
+        return judged + [one for number, bound in enumerate(self.gates.bounds)
+                         for one in self.one(number, bound, report)]
 
     def one(self, number: int, bound: Bound, report: dict[str, Any]) -> Iterator[Judged]:
         where = f"{self.path}: bounds[{number}].metric"
@@ -94,6 +101,18 @@ class Gate:
             limit = before - change if "drop" in name else before + change
             state = HELD if within("min" if "drop" in name else "max", value, limit) else BROKEN
             yield Judged(bound.metric, value, label, state)
+
+
+def asked_otherwise(reference: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    """How the questions of two reports differ, by the ids sent: one file of prompts gives several sets of questions,
+    by eval.limit and by what fits the context. Later turns follow the answers, which may differ."""
+    before, after = ({(p["set"], p["id"], p["ids_sha256"]) for p in one["prompts"] if not p["round"]}
+                     for one in (reference, report))
+    if before == after:
+        return []
+    name, number, _ = min(before ^ after)
+    return [f"{len(before)} questions were asked, now {len(after)}, {len(before & after)} of them the same (not {name} "
+            f"{number})"]
 
 
 def within(name: str, value: float, limit: float) -> bool:

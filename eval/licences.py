@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.hf_api import HfApi
 
 from drafters.embedded import EMBEDDED
 from recipes.errors import ConfigError
-from recipes.schema import Prompts, PromptSource
+from recipes.schema import Drafter, Prompts, PromptSource
 
 OWN = Path(__file__).resolve().parent.parent / "recipes"  # whose prompt files are this project's
 PRIVATE = "private"
@@ -66,6 +67,15 @@ class TargetTerms:
     origin: str = ""  # of weights that are not those of the public name
 
 
+@dataclass(frozen=True)
+class Start:
+    """Another drafter that this one is (`itself`) or was trained on from: what it is called, and its licence."""
+
+    what: str
+    licence: str
+    itself: bool
+
+
 def target_terms(model: str, base_model: str, licence: str, endpoint: str, token: str | None) -> TargetTerms:
     """The terms of `target.model`; `base_model` and `licence` are the user's word, empty where not given.
 
@@ -105,9 +115,29 @@ def hub_licence(model: str, endpoint: str, token: str | None) -> str:
     """`license` of a Hub repository, empty where it cannot be had."""
     try:
         data = HfApi(endpoint=endpoint, token=token).model_info(model).card_data
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError):
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, httpx2.HTTPError):
         return ""
     return str(data.get("license") or "") if data else ""
+
+
+def start_terms(drafter: Drafter, stated: str, endpoint: str, token: str | None) -> Start | None:
+    """The drafter of somebody, or of an earlier run, that the recipe's one is or was started from. None: it began
+    afresh. Names of local folders are not part of the result.
+
+    stated: licence, or PRIVATE, of one that says nothing. Raises ConfigError where neither says it, or they differ.
+    """
+    field, given = ("path", drafter.path) if drafter.path else ("init_from", drafter.init_from)
+    if not given:
+        return None
+    local = Path(given).is_dir()
+    found = card_licence(Path(given) / "README.md") if local else hub_licence(given, endpoint, token)
+    if found and stated and found != stated:
+        raise ConfigError(f"--start_licence {stated}: the card of drafter.{field} = {given} says {found}")
+    if not found and not stated:
+        raise ConfigError(f"--start_licence: the licence of drafter.{field} = {given} is not stated with it; say which "
+                          f"it is, e.g. mit, or {PRIVATE} for one of your own that is not published")
+    what = "a drafter in a local folder" if local else f"the drafter {given}"
+    return Start(what, stated or found, bool(drafter.path))
 
 
 def data_terms(section: Prompts, base: TargetTerms, stated: str) -> list[tuple[str, str]]:
@@ -131,19 +161,27 @@ def data_terms(section: Prompts, base: TargetTerms, stated: str) -> list[tuple[s
     return found
 
 
-def problems(repo: str, licence: str, target: TargetTerms, data: list[tuple[str, str]]) -> Iterator[str]:
+def problems(repo: str, licence: str, target: TargetTerms, data: list[tuple[str, str]],
+             start: Start | None = None) -> Iterator[str]:
     """What the terms forbid of a drafter published as `repo` under `licence`, a sentence each."""
-    terms = LICENCES.get(target.licence)
     name = repo.rpartition("/")[2]
-    if terms is None:
-        yield (f"target licence {target.licence}: its terms are not in eval/licences.py; read them, and pass "
-               "--terms-read if they allow this")
-    else:
-        if terms.binding and licence != target.licence:
-            yield (f"--licence {licence}: what is made from a model under {target.licence} stays under it; use "
-                   f"--licence {target.licence}")
+    made_from = [("target", target.licence)] + ([("drafter", start.licence)] if start else [])
+    for what, source in made_from:
+        terms = LICENCES.get(source)
+        if source == PRIVATE and what == "drafter":
+            continue
+        if terms is None:
+            yield (f"{what} licence {source}: its terms are not in eval/licences.py; read them, and pass "
+                   "--terms-read if they allow this")
+            continue
+        if terms.binding and licence != source:
+            yield (f"--licence {licence}: what is made from a model under {source} stays under it; use "
+                   f"--licence {source}")
         if terms.prefix and not name.lower().replace("-", " ").startswith(terms.prefix.lower()):
             yield f"REPO={repo}: the {terms.title} asks that the name begins with {terms.prefix}"
+    if start and start.itself and licence != start.licence and start.licence != PRIVATE:
+        yield (f"--licence {licence}: this is {start.what}, which is under {start.licence}; use --licence "
+               f"{start.licence}")
     for what, source in [("the target", target.licence), *data]:
         limits = LICENCES.get(source)
         own = LICENCES.get(licence)

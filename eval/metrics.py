@@ -8,29 +8,36 @@ import numpy as np
 @dataclass
 class Acceptance:
     """Counters of drafts that ran. accepted[i]: drafts whose first i+1 tokens were all accepted (cumulative). K: most
-    tokens that a draft can have accepted. drafted: tokens proposed (default: K a draft)."""
+    tokens that a draft can have accepted. drafted: tokens proposed (default: K a draft). refused[i]: drafts whose first
+    i tokens were accepted and all drafted behind them refused (default: of chains of K, what was not accepted)."""
 
     K: int
     drafts: int = 0
     accepted: list[int] = field(default_factory=list)
     drafted: int = -1
+    refused: list[int] = field(default_factory=list, compare=False)  # engines' own counters do not say it
 
     def __post_init__(self) -> None:
         self.accepted = self.accepted or [0] * self.K
         self.drafted = self.drafts * self.K if self.drafted < 0 else self.drafted
+        self.refused = self.refused or [a - b for a, b in zip([self.drafts, *self.accepted], self.accepted)]
 
-    def add(self, length: int, drafted: int | None = None) -> None:
+    def add(self, length: int, drafted: int | None = None, refused: bool | None = None) -> None:
         """Counts one draft of `drafted` tokens (None: K) of which `length` were accepted, before any trimming at an end
-        token."""
+        token. refused: whether one was drafted behind those (None: of a chain, whether it is longer); a chain that
+        stopped early and a leaf of a tree have none."""
+        drafted = self.K if drafted is None else drafted
         self.drafts += 1
-        self.drafted += self.K if drafted is None else drafted
+        self.drafted += drafted
         for i in range(length):
             self.accepted[i] += 1
+        if length < min(drafted, self.K) if refused is None else refused:
+            self.refused[length] += 1
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
         """Sum over prompts, ranks or engine replicas (case 55)."""
         return Acceptance(self.K, self.drafts + other.drafts, [a + b for a, b in zip(self.accepted, other.accepted)],
-                          self.drafted + other.drafted)
+                          self.drafted + other.drafted, [a + b for a, b in zip(self.refused, other.refused)])
 
     @property
     def rate(self) -> float:
@@ -49,9 +56,8 @@ class Acceptance:
 
     @property
     def conditional(self) -> list[float]:
-        """Rate of each position given that the ones before were accepted."""
-        before = [self.drafts, *self.accepted[:-1]]
-        return [a / b if b else 0.0 for a, b in zip(self.accepted, before)]
+        """Rate of each position among the drafts that were right so far and have a token there (case 54)."""
+        return [a / (a + b) if a + b else 0.0 for a, b in zip(self.accepted, self.refused)]
 
 
 def resampled(prompts: int, seed: int, draws: int) -> np.ndarray:

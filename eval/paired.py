@@ -30,7 +30,7 @@ class Metric:
 METRICS = (
     Metric("tokens_per_target_pass", "Tokens per target pass", "tokens", lambda a, d, k, p, *_: k / p),
     Metric("mean_length", "Mean acceptance length", "tokens per draft", lambda a, d, *_: 1 + a / d),
-    Metric("speedup", "Speedup at batch 1", "ratio",
+    Metric("speedup", "Speedup", "ratio",
            lambda a, d, k, p, tt, ts, bt, bs: (tt / ts) / (bt / bs), timed=True),
     Metric("ms_per_token", "Time per token", "ms",
            lambda a, d, k, p, tt, ts, *_: 1000 * ts / tt, timed=True, higher=False),
@@ -89,7 +89,7 @@ def judge(metric: Metric, a: dict, b: dict, seed: int) -> dict[str, Any]:
         spread = metric.of(*resampled_sums(right, picks[1])) - metric.of(*resampled_sums(left, picks[0]))
     spread = spread[np.isfinite(spread)]
     if not len(spread) or not np.isfinite(values).all():
-        return out | {"reason": "nothing was drafted on one side"}
+        return out | {"reason": "not counted, or nothing was drafted, on one side"}
     below, above = np.count_nonzero(spread <= 0), np.count_nonzero(spread >= 0)
     return out | {"a": values[0], "b": values[1], "difference": values[1] - values[0],
                   "ci95": [float(x) for x in np.percentile(spread, [2.5, 97.5])],

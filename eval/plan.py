@@ -74,7 +74,7 @@ def training(recipe: Recipe, size: DraftSize, load: Load) -> Training:
     held = row_bytes(load.tokens, load.finals, size.taps, size.target_hidden, *STORED[recipe.trace.dtype])
     kept = min(1.0, recipe.trace.cache_gb * 1e9 / max(1.0, held)) if recipe.trace.mode == "cache" else 0.0
     return Training(size, tuple(options.stages), options.depth_share, section.epochs, section.batch_rows,
-                    section.accumulation, section.validate_every,
+                    section.accumulation, section.validate_every, section.save_every,
                     section.validation_draft_length, section.keep, recipe.plan.zero_stage,
                     section.dtype == "bfloat16", "stored" if recipe.trace.mode == "store" else "computed", kept,
                     recipe.trace.dtype, getattr(options, "depth_floor", 0.0))
@@ -83,7 +83,7 @@ def training(recipe: Recipe, size: DraftSize, load: Load) -> Training:
 def judging(recipe: Recipe, size: DraftSize) -> Judging:
     e, x = recipe.eval, recipe.export
     return Judging(size, e.draft_length, e.max_tokens, e.batch_size, e.lossless_prompts, e.speed_prompts,
-                   e.speed_tokens, tuple(e.batch_sizes), e.sampling_contexts, e.sampling_draws, len(x.formats),
+                   e.speed_tokens, tuple(e.batch_sizes), e.sampling_contexts, e.sampling_draws, tuple(x.formats),
                    ITEM[x.dtype], x.check, x.check_prompts, x.check_tokens)
 
 

@@ -11,6 +11,7 @@ from data.evalsets import read_sets
 from data.intake import EVALUATION, sources_of, wanted
 from data.prompts import Prompt, evaluation_prompts
 from data.store import read_manifest
+from drafters.registry import entry
 from eval.plan_machine import Assumption, span
 from recipes.errors import ConfigError, RunError
 from recipes.schema import PromptSource, Recipe
@@ -85,7 +86,7 @@ def loads(recipe: Recipe, folder: Path) -> tuple[Load, Load, list[Assumption]]:
     held = finished(recipe, folder)
     notes: list[Assumption] = []
     best, worst = from_manifest(recipe, held) if held else from_sources(recipe, notes)
-    accepted = span(recipe.plan, "acceptance", (1.3, 3.0), "a good EAGLE-3 chain to an early drafter on few tokens")
+    accepted = span(recipe.plan, "acceptance", *entry(recipe.drafter.kind).code.EXPECTED_LENGTHS)
     count, mean = evaluation(recipe, folder)
 
     def whole(load: Load, case: str) -> Load:

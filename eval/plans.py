@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from data.sampling import Sampling
 from drafters.tree import DynamicTree, Plan, StaticTree, chain
+from eval.verify import Typical
 from recipes.errors import ConfigError
 from recipes.schema import Eval
 
@@ -32,9 +34,25 @@ def plan_of(section: Eval, kind: str) -> Plan:
         raise ConfigError(f"eval.tree.paths: {error}") from None
 
 
+def check_longest(tokens: int, drafter: Any, field: str) -> None:
+    """ConfigError, naming the field, where a draft is to have more tokens than the drafter ever proposes."""
+    longest = getattr(drafter, "longest", None)  # none: as many as are asked for
+    if longest is not None and tokens > longest:
+        raise ConfigError(f"{field} = {tokens}: this drafter of kind {drafter.kind} proposes at most {longest} tokens "
+                          f"a draft; set it to {longest} or fewer")
+
+
 def room_of(section: Eval, plan: Plan) -> int:
     """Most places that a draft takes, whatever is chosen."""
     return max(plan.room, section.tree.total) if section.choose == "tree" else plan.room
+
+
+def rule_of(section: Eval) -> dict[str, Any]:
+    """What a Decoder is told of sampling and acceptance: nothing for exact, greedy text."""
+    if section.acceptance == "exact":
+        return {}
+    rule = section.typical
+    return {"sampling": Sampling(rule.temperature), "typical": Typical(rule.epsilon, rule.delta)}
 
 
 def described(plan: Plan) -> dict[str, Any]:
@@ -44,3 +62,12 @@ def described(plan: Plan) -> dict[str, Any]:
     if plan.narrow:
         return {"kind": "chain", "depth": plan.depth, "nodes": plan.nodes, "confidence": plan.stop}
     return {"kind": "static tree", "depth": plan.depth, "nodes": plan.nodes, "paths": [list(p) for p in plan.paths]}
+
+
+def in_words(described: dict[str, Any]) -> str:
+    """What was drafted each cycle, of a report's settings.plan."""
+    kind, depth = described["kind"], described["depth"]
+    if kind != "chain":
+        return f"{kind}s of depth {depth} and {described['nodes']} tokens"
+    stop = described["confidence"]
+    return f"chains of up to {depth} that end behind a token below {stop:g}" if stop else f"chains of {depth}"

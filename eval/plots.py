@@ -44,7 +44,7 @@ def draw(report: dict[str, Any], kinds: dict[str, Any], curve: list[dict[str, An
         }
 
 
-def draw_comparison(runs: list[dict[str, Any]]) -> dict[str, Markup]:
+def draw_comparison(runs: list[dict[str, Any]]) -> dict[str, Markup | None]:
     """Acceptance length and speedup of several runs with their intervals; `runs` as in compare.json."""
     with matplotlib.rc_context(STYLE):
         return {"length": plot_runs([(r["label"], r["mean_length"], r["ci95"]) for r in runs], "length",
@@ -53,16 +53,21 @@ def draw_comparison(runs: list[dict[str, Any]]) -> dict[str, Markup]:
                                      "Speedup (ratio)")}
 
 
-def plot_runs(rows: list[tuple[str, float, list[float]]], name: str, label: str) -> Markup:
-    """A value with its interval for each run; a dashed line at the first."""
+def plot_runs(rows: list[tuple[str, float | None, list[float] | None]], name: str, label: str) -> Markup | None:
+    """A value with its interval for each run that knows it; a dashed line at the first. None where no run does."""
+    first, rows = rows[0], [row for row in rows if row[1] is not None]
+    if not rows:
+        return None
+    rows = [(run, value, bounds or [value, value]) for run, value, bounds in rows]
     figure, axes = sized_figure(max(1.6, 0.36 * len(rows) + 0.8))
-    for y, (_, value, bounds) in enumerate(rows):
-        colour = GREY if y == 0 else BLUE
+    for y, (run, value, bounds) in enumerate(rows):
+        colour = GREY if run == first[0] else BLUE
         axes.hlines(y, *bounds, color=colour, linewidth=2.2)
         axes.plot(value, y, "o", color=colour, markersize=6)
         axes.annotate(f"{value:.2f}", (bounds[1], y), (6, 0), textcoords="offset points", va="center",
                       bbox=BEHIND_LABEL)
-    axes.axvline(rows[0][1], color=GREY, **DASHED)
+    if first[1] is not None:
+        axes.axvline(first[1], color=GREY, **DASHED)
     low, high = min(b[0] for _, _, b in rows), max(b[1] for _, _, b in rows)
     room = 0.2 * (high - low) + 0.02
     axes.set(xlim=(min(low, 1) - room / 4, high + room), ylim=(len(rows) - 0.5, -0.5), xlabel=label)
@@ -143,7 +148,9 @@ def plot_places(acceptance: dict[str, Any]) -> Markup:
         lengths = [row["mean_length"] for row in rows]
         axes.plot(range(len(rows)), lengths, "o-", color=BLUE, linewidth=1.6, markersize=5)
         for x, length in enumerate(lengths):
-            axes.annotate(f"{length:.2f}", (x, length), (0, 6), textcoords="offset points", ha="center")
+            falls = x > 0 and lengths[x - 1] > length  # the line comes from above: the label goes below
+            axes.annotate(f"{length:.2f}", (x, length), (0, -7 if falls else 6), textcoords="offset points",
+                          ha="center", va="top" if falls else "bottom")
         axes.axhline(acceptance["mean_length"], color=GREY, **DASHED)
         axes.set_xticks(range(len(rows)), [f"from\n{row['from']:,}" if len(rows) < 5 else f"{row['from']:,}"
                                            for row in rows])

@@ -7,39 +7,37 @@ exactly what is uploaded; `--dry-run` ends there.
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from huggingface_hub import get_token
 
-from data.evalsets import read_sets
 from data.prompts import BUILTIN
 from data.reader import open_manifest
+from drafters import checkpoint
 from drafters.export.check import read_config
 from drafters.export.engines import ENGINES
-from drafters.export.layouts import LAYOUTS
+from drafters.export.layouts import LAYOUTS, layouts_of
 from drafters.export.serving import Deployment, serving_files
-from drafters.export.write import CONFIG, ORIGIN, WEIGHT_FILE, check_folder
+from drafters.export.write import CONFIG, EXPORTED, ORIGIN, check_folder
 from drafters.target import unloaded_fingerprint
 from eval.card import CardFacts, check_report, model_card
-from eval.earlier import key_of
-from eval.licences import data_terms, notices, problems, target_terms
-from eval.ship import CHECK, digests, proven
+from eval.licences import PRIVATE, data_terms, notices, problems, start_terms, target_terms
+from eval.public import check_words, public_recipe, public_report
+from eval.ship import CHECK, digests, evaluated_as, proven
 from eval.upload import Uploader, check_endpoint
-from eval.verdict import SAMPLING_ALPHA
-from recipes.cli import Command, process, run_dir
+from eval.verdict import lossless_fault
+from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError, RunError
 from recipes.files import replacing, sha256_json, write_json, write_text
 from recipes.schema import Recipe, opt
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-SECRETS = re.compile(r"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY")
-# Fields of a recipe that name places of this machine, and what a reader needs of them.
-LOCAL = {("runs_dir",): "", ("target", "cache_dir"): "", ("trace", "url"): "", ("trace", "cache_dir"): "",
-         ("trace", "engine_python"): "", ("generation", "log"): "", ("drafter", "path"): "", ("eval", "prompts"): None,
-         ("generation", "server"): {}, ("drafter", "init_from"): None}
+CARD, REPORT, RECIPE, PROMPTS = "README.md", "evaluation.json", "recipe.yaml", "evaluation_prompts.jsonl"
+OWNED = (*EXPORTED, CARD, REPORT, RECIPE, PROMPTS)  # all that a publication can hold
+AGREE = 0.02  # of an acceptance per position, whatever export.tolerance was
 
 
 @dataclass
@@ -47,11 +45,14 @@ class Options:
     """What `make publish` is told besides the recipe."""
 
     repo: str = opt("", "org/name on the Hub; make takes it as REPO=org/name")
-    format: Literal["native", "speculators"] = opt("native", "the export that is published")
+    format: Literal["", "native", "speculators", "medusa", "medusa-original"] = opt(
+        "", "the export that is published; empty is the first of export.formats")
     licence: str = opt("", "licence of the drafter; empty is the target's")
     base_model: str = opt("", "Hub model that a target in a local folder is, or was made from")
     target_licence: str = opt("", "licence of a target that does not state it, e.g. apache-2.0")
     data_licence: str = opt("", "licence of training prompts that do not state it; private: your own, not published")
+    start_licence: str = opt("", "licence of the drafter of drafter.path or drafter.init_from where its card does not "
+                                 "state it; private: your own, not published")
     endpoint: str = opt("https://huggingface.co", "the Hub, or a server that speaks its API")
     transfer: Literal["auto", "lfs"] = opt("auto", "lfs: Git LFS although Xet is installed, for servers without Xet")
 
@@ -59,20 +60,51 @@ class Options:
 def gate(report: dict[str, Any], despite_verdict: bool) -> list[str]:
     """Why these measurements forbid publishing, a sentence each."""
     total, verdict = report["total"], report["verdict"]
-    greedy, sampling = total["lossless"]["greedy"], total["lossless"]["sampling"]
-    found = []
-    if greedy["mismatches"] or greedy["near_ties"] > 0.01 * max(greedy["prompts"], 100):
-        found.append(f"report.json: {greedy['mismatches']} of {greedy['prompts']} greedy answers differ from plain "
-                     f"decoding ({greedy['near_ties']} near-ties)")
-    if not greedy["prompts"]:
+    fault = lossless_fault(total)
+    found = [f"report.json: {fault}"] if fault else []
+    if report["settings"].get("lossy"):
+        found.append("report.json: of typical acceptance, which is lossy; evaluate with eval.acceptance: exact")
+    if not total["lossless"]["greedy"]["prompts"]:
         found.append("report.json: no greedy answer was compared with plain decoding")
-    if sampling["tests"] and sampling["p_value"] < SAMPLING_ALPHA:
-        found.append("report.json: sampled tokens do not follow the target's distribution (p = "
-                     f"{sampling['p_value']:.2g})")
     if verdict["decision"] == "do not deploy" and not despite_verdict:
         found.append(f"report.json: verdict: do not deploy ({'; '.join(verdict['reasons'])}); --despite-verdict "
                      "publishes it with this verdict on its card")
     return found
+
+
+def unproven(proof: Path, stored: dict[str, Any], trained: bool) -> list[str]:
+    """Why this proof says nothing of acceptance: none was compared, or what was compared is apart. trained: by this
+    run, so that validation's acceptance is known too (case 12)."""
+    if "reader" not in stored:
+        return [f"{proof}: was made with export.check false: no second reader has decoded with these files"]
+    found, said = [], {"loop": (stored, len(stored["loop"]), 0.0)}
+    if trained:
+        if "validation" not in stored:
+            return [f"{proof}: was made by an earlier version, which compared no validation; run `make export` again"]
+        said["replay"] = stored["validation"], 1, 1 / max(1, stored["validation"]["drafts"])
+    for name, (numbers, positions, more) in said.items():
+        if not numbers.get("drafts"):
+            found.append(f"{proof}: no draft was compared; set export.check_tokens to 2 or more, and run `make export` "
+                         "again")
+            continue
+        apart = max(abs(a - b) for a, b in zip(numbers[name][:positions], numbers["reader"]))
+        if not apart <= AGREE + more:
+            found.append(f"{proof}: {name} and second reader are {apart:.3f} apart in acceptance, {AGREE + more:.3f} "
+                         "are allowed; `make doctor` names the stage")
+    return found
+
+
+def layout_of(recipe: Recipe, given: str) -> str:
+    """The layout that is published: the given one, or the first of export.formats. ConfigError, naming the field, for
+    one that is none, or none of the recipe's kind of drafter."""
+    if not given and not recipe.export.formats:
+        raise ConfigError("export.formats = []: there is no export to publish; name a layout there, or give --format")
+    layout, field = given or recipe.export.formats[0], "--format" if given else "export.formats[0]"
+    own = layouts_of(recipe.drafter.kind)
+    if layout not in own:
+        raise ConfigError(f"{field} = {layout}: layouts of a drafter of kind {recipe.drafter.kind}: "
+                          f"{', '.join(own) or 'none'}")
+    return layout
 
 
 class Publication:
@@ -83,12 +115,18 @@ class Publication:
             raise ConfigError(f"REPO={options.repo!r}: must be org/name of letters, digits, dots, dashes, underscores")
         check_endpoint(options.endpoint)
         self.recipe, self.options, self.switches = recipe, options, switches
-        self.run = run_dir(recipe)
-        self.source = self.run / "export" / options.format
+        self.run = run_folder(recipe)
+        self.format = layout_of(recipe, options.format)
+        self.source = self.run / "export" / self.format
         self.terms = target_terms(recipe.target.model, options.base_model, options.target_licence, options.endpoint,
                                   token)
-        self.data = data_terms(recipe.prompts, self.terms, options.data_licence)
-        self.licence = options.licence or self.terms.licence
+        self.start = start_terms(recipe.drafter, options.start_licence, options.endpoint, token)
+        itself = self.start is not None and self.start.itself
+        self.data = [] if itself else data_terms(recipe.prompts, self.terms, options.data_licence)
+        if self.start:
+            self.data.append((f"{'this is' if itself else 'started from'} {self.start.what}", self.start.licence))
+        known = self.start.licence if itself and self.start.licence != PRIVATE else self.terms.licence
+        self.licence = options.licence or known
         self.report = self.read_report()
 
     def read_report(self) -> dict[str, Any]:
@@ -103,24 +141,24 @@ class Publication:
     def check(self) -> None:
         """RunError with every reason not to publish: check, gate, fingerprints, terms (cases 12, 36, 47, 50)."""
         found = [*self.check_export(), *gate(self.report, "despite-verdict" in self.switches), *self.check_identity()]
-        found += [p for p in problems(self.options.repo, self.licence, self.terms, self.data)
-                  if not ("terms-read" in self.switches and "--terms-read" in p)]
+        found += [*self.check_start(),
+                  *(p for p in problems(self.options.repo, self.licence, self.terms, self.data, self.start)
+                    if not ("terms-read" in self.switches and "--terms-read" in p))]
         if found:
             raise RunError("not published:\n" + "\n".join(f"  - {each}" for each in found))
 
     def check_export(self) -> list[str]:
-        proof = self.run / "export" / f"{self.options.format}-{CHECK}"
+        proof = self.run / "export" / f"{self.format}-{CHECK}"
         if not proven(proof, None, digests(self.source)):
-            return [f"{self.source}: not what `make export` checked last; run it again, with {self.options.format} in "
+            return [f"{self.source}: not what `make export` checked last; run it again, with {self.format} in "
                     "export.formats"]
         stored, found = json.loads(proof.read_text(encoding="utf-8")), []
-        if "reader" not in stored:
-            found.append(f"{proof}: was made with export.check false: no second reader has decoded with these files")
+        found += unproven(proof, stored, not self.recipe.drafter.path)
         for engine in self.recipe.export.engines:
-            if self.options.format in ENGINES[engine].layouts:
+            if self.format in ENGINES[engine].layouts:
                 found += stored["engines"][engine]
         try:
-            check_folder(self.source, self.options.format)
+            check_folder(self.source, self.format)
         except RunError as error:
             found.append(str(error))
         return found
@@ -137,11 +175,21 @@ class Publication:
             differ = [key for key in served if (fingerprint or {}).get(key) != served[key]]
             if differ:
                 found.append(f"target fingerprint: {what} was made with another target ({', '.join(differ)})")
-        sets = read_sets(self.recipe.eval, self.run / "eval" / "sets", self.recipe.prompts.max_bad_share)
-        key = key_of(origin["checkpoint_sha256"], self.recipe.eval, sets, served)
-        if not found and self.report["settings"].get("key") != key:
-            found.append("eval/report.json: is not of this checkpoint, these prompts and settings; run `make eval`")
+        if not found and not evaluated_as(origin, self.report, self.recipe, self.run, served):
+            found.append("eval/report.json: is not of this checkpoint, these prompts and settings; run `make export` "
+                         "and `make eval`")
         return found
+
+    def check_start(self) -> list[str]:
+        """A drafter that was trained on from another one says so: that one's terms are part of its own (case 50)."""
+        if self.recipe.drafter.path or self.recipe.drafter.init_from:
+            return []
+        path = checkpoint.best(self.run / "checkpoints") / "trainer.json"
+        settings = read_config(path).get("settings") if path.is_file() else None
+        if isinstance(settings, dict) and settings.get("init_from"):
+            return [f"{path}: this drafter was started from another one; publish it with the recipe that it was "
+                    "trained with, whose drafter.init_from names that one"]
+        return []
 
     def stage(self) -> Path:
         """The exact folder that is uploaded."""
@@ -152,8 +200,8 @@ class Publication:
         partial.mkdir(parents=True)
         try:
             self.fill(partial)
-            check_folder(partial, self.options.format)
-            self.check_words(partial)
+            check_folder(partial, self.format)
+            check_words(partial, self.recipe, self.run)
             shutil.rmtree(out, ignore_errors=True)
             partial.rename(out)
         finally:
@@ -161,90 +209,42 @@ class Publication:
         return out
 
     def fill(self, folder: Path) -> None:
-        layout = LAYOUTS[self.options.format]
+        layout = LAYOUTS[self.format]
         config, origin = read_config(self.source / CONFIG), read_config(self.source / ORIGIN)
-        with replacing(folder / WEIGHT_FILE) as f, open(self.source / WEIGHT_FILE, "rb") as weights:
+        with replacing(folder / layout.weights) as f, open(self.source / layout.weights, "rb") as weights:
             shutil.copyfileobj(weights, f)
         named = self.terms.base_model
         origin["target"]["model"] = named
         if "drafthouse" in config:
             config["drafthouse"]["target"]["model"] = named
+        if "base_model_name_or_path" in config:
+            config["base_model_name_or_path"] = named
         if "speculators_config" in config:
             config["speculators_config"]["verifier"]["name_or_path"] = named
         write_json(folder / CONFIG, config)
-        report = self.public_report()
+        shown = "with-prompts" in self.switches
+        report = public_report(self.report, self.recipe, named, shown)
         write_json(folder / ORIGIN, origin | {
             "target_origin": self.terms.origin, "licence": self.licence, "stack": report["stack"],
-            "report_sha256": sha256_json(report)})
-        deployment = Deployment(named, self.options.repo, self.options.format, layout.flat(config),
+            "report_sha256": sha256_json(report), "data": self.data})
+        deployment = Deployment(named, self.options.repo, self.format, layout.flat(config),
                                 origin["target_layers"], self.report["settings"]["draft_length"])
         files = serving_files(deployment)
         for file, text in files.items():
             write_text(folder / file, text)
-        write_json(folder / "evaluation.json", report)
-        recipe = yaml.safe_dump(self.public_recipe(), sort_keys=False, allow_unicode=True)
-        write_text(folder / "recipe.yaml", recipe)
-        shown = "with-prompts" in self.switches
+        write_json(folder / REPORT, report)
+        recipe = yaml.safe_dump(public_recipe(self.recipe, named, shown), sort_keys=False, allow_unicode=True)
+        write_text(folder / RECIPE, recipe)
         if shown:
             if self.recipe.eval.sets:
                 raise ConfigError("--with-prompts publishes the file of eval.prompts; leave it out with eval.sets")
             path = BUILTIN if self.recipe.eval.prompts == "builtin" else Path(self.recipe.eval.prompts)
-            write_text(folder / "evaluation_prompts.jsonl", path.read_text(encoding="utf-8"))
+            write_text(folder / PROMPTS, path.read_text(encoding="utf-8"))
+        positions = layout.flat(config).get("max_position_embeddings", 0)
         facts = CardFacts(self.options.repo, self.licence, self.terms, self.data, notices(self.terms, self.data),
-                          self.options.format, shown, files["SERVE.md"], recipe)
-        write_text(folder / "README.md", model_card(facts, report))
-
-    def public_report(self) -> dict[str, Any]:
-        """report.json without names of this machine."""
-        report = json.loads(json.dumps(self.report))
-        report["target"]["model"] = self.terms.base_model
-        if report["settings"]["prompts"] != "builtin":
-            report["settings"]["prompts"] = Path(report["settings"]["prompts"]).name
-        for one in report["sets"].values():
-            one["origin"] = Path(one["origin"]).name
-        if "with-prompts" not in self.switches:
-            for answer in report["prompts"]:
-                answer.pop("prompt", None)
-                answer.pop("answer", None)
-            for pair in report["total"]["rejections"]["frequent"]:
-                pair.pop("examples", None)
-        return report
-
-    def public_recipe(self) -> dict[str, Any]:
-        """The resolved recipe without names of this machine, and without texts unless they were asked for."""
-        values = asdict(self.recipe)
-        for (*parents, leaf), value in LOCAL.items():
-            node = values
-            for part in parents:
-                node = node[part]
-            node[leaf] = Path(str(node[leaf])).name if value is None else value
-        values["target"]["model"] = self.terms.base_model
-        for source in values["prompts"]["sources"]:
-            source["path"], source["cache_dir"] = Path(source["path"]).name, ""
-            source["name"] = Path(source["name"]).name if Path(source["name"]).is_absolute() else source["name"]
-            if "with-prompts" not in self.switches:
-                source["starts"] = []
-        for one in values["eval"]["sets"]:
-            one["path"], one["cache_dir"] = Path(one["path"]).name, ""
-        for section in ("generation", "trace"):
-            values[section]["engine"] = sorted(values[section]["engine"])  # which were set; values may be paths
-        values["plan"]["custom"] = sorted(values["plan"]["custom"])
-        return values
-
-    def check_words(self, folder: Path) -> None:
-        """RunError where a file would carry a secret or a folder of this machine."""
-        places = {str(Path.home()), str(Path.cwd()), str(self.run.resolve())} - {"/"}
-        token = get_token()
-        for path in sorted(folder.iterdir()):
-            if path.name == WEIGHT_FILE:
-                continue
-            text = path.read_text(encoding="utf-8")
-            if SECRETS.search(text) or (token and token in text):
-                raise RunError(f"not published: {path.name} holds what looks like a key or token; take it out of the "
-                               "recipe or the prompts")
-            place = next((place for place in places if place in text), None)
-            if place:
-                raise RunError(f"not published: {path.name} holds the name of a folder of this machine, {place}")
+                          self.format, shown, files["SERVE.md"], recipe, self.start,
+                          self.recipe.generation.answers == "keep", positions)
+        write_text(folder / CARD, model_card(facts, report))
 
 
 def main(recipe: Recipe, switches: set[str], options: Options) -> None:
@@ -261,8 +261,11 @@ def main(recipe: Recipe, switches: set[str], options: Options) -> None:
         raise ConfigError("no Hub token: set HF_TOKEN or run `hf auth login`")
     content = sha256_json(digests(folder))
     uploader = Uploader(options.repo, token, options.endpoint, options.transfer == "lfs")
-    address = uploader.upload(folder, "public" not in switches, f"Publish {recipe.name} ({content[:12]})")
-    print(f"published{'' if 'public' in switches else ' (private)'}: {address}")
+    public = "public" in switches
+    address, private = uploader.upload(folder, not public, f"Publish {recipe.name} ({content[:12]})", OWNED)
+    print(f"published{' (private)' if private else ''}: {address}")
+    if public and private:
+        print("the repository was private before and stays so; make it public in its settings there")
 
 
 ABOUT = "Uploads a checked export with its model card; private unless told otherwise."

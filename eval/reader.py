@@ -1,7 +1,8 @@
-"""An independent reader of exported EAGLE-3 and parallel folders: plain torch, no cache, written from the format alone.
+"""An independent reader of exported EAGLE-3 and parallel folders: plain torch, no cache, from the format alone.
 
 It shares no code with training, decoding or export, so that an error there cannot hide in here too (case 12).
-Slow on purpose: every draft step recomputes the whole sequence. Source: formats.md sections 1, 4, 7, eagle3.md.
+Slow on purpose: every draft step recomputes the drafter's whole sequence; the target's text comes from transformers'
+own cache. Source: formats.md sections 1, 4, 7, eagle3.md.
 S tokens of one sequence, H draft hidden size, Ht target hidden size, V target vocabulary, D draft vocabulary,
 K draft length, nh heads, nkv key/value heads, hd head dimension, n taps.
 """
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from eval.reader_medusa import ReadMedusa
 from recipes.errors import RunError
 
 
@@ -93,6 +95,11 @@ class ReadDrafter:
         own = self.weights.get("embed_tokens.weight")
         self.embedding = model.get_input_embeddings().weight if own is None else own  # [V, H]
         self.frequencies = inverse_frequencies(self.config).to(model.device)
+
+    @property
+    def limit(self) -> int:
+        """Positions that it was trained for."""
+        return self.config["max_position_embeddings"]
 
     def read_speculators(self) -> None:
         """Takes the other layout's config (formats.md section 2) and names for the native ones: the decoder has a
@@ -201,7 +208,8 @@ class ReadDrafter:
 
 
 def read_target(model: nn.Module, tokens: list[int], layers: list[int]) -> tuple[list[int], list[Tensor]]:
-    """One pass of the target: its greedy token after every position, and n states [S, Ht] ENTERING `layers`.
+    """One pass of the target: its greedy token after every position, and n states [S, Ht] ENTERING `layers`; L + 1 is
+    what the final norm gives.
 
     transformers gives its last hidden state after the final norm, engines tap id L before it: hence the hook.
     """
@@ -211,16 +219,31 @@ def read_target(model: nn.Module, tokens: list[int], layers: list[int]) -> tuple
         out = model(torch.tensor([tokens], device=model.device), output_hidden_states=True, use_cache=False)
     finally:
         hook.remove()
-    entering = [*out.hidden_states[:-1], last["state"]]
+    entering = [*out.hidden_states[:-1], last["state"], out.hidden_states[-1]]  # the last is behind the norm
     return out.logits[0].argmax(-1).tolist(), [entering[k][0] for k in layers]
 
 
-def trim(tokens: list[int], end_ids: list[int], max_tokens: int) -> tuple[list[int], bool]:
-    """The answer up to its first end token (kept) or `max_tokens`, and whether it is finished."""
-    for i, token in enumerate(tokens[:max_tokens]):
-        if token in end_ids:
-            return tokens[:i + 1], True
-    return tokens[:max_tokens], len(tokens) >= max_tokens
+def open_reader(folder: Path, model: nn.Module) -> "ReadDrafter | ReadMedusa":
+    """The reader of an exported folder. RunError as they raise it."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder}: cannot be read: {error}; export again") from None
+    medusa = config.get("model_type") == "medusa" or "medusa_num_heads" in config
+    return (ReadMedusa if medusa else ReadDrafter)(folder, model)
+
+
+def continuation(model: nn.Module, prompt: list[int], max_tokens: int, end_ids: list[int], further: int) -> list[int]:
+    """The target's own greedy tokens behind `prompt`, one a pass, with transformers' own cache: the answer, which ends
+    with its first end token (kept) or at `max_tokens`, and `further` more."""
+    tokens, entering, cache, size = [], prompt, None, max_tokens
+    while len(tokens) < size + further:
+        out = model(torch.tensor([entering], device=model.device), cache=cache, use_cache=True)
+        entering, cache = [int(out.logits[0, -1].argmax())], out.cache
+        tokens += entering
+        if tokens[-1] in end_ids:
+            size = min(size, len(tokens))
+    return tokens
 
 
 @torch.inference_mode()
@@ -233,8 +256,8 @@ def read_acceptance(folder: Path, model: nn.Module, prompts: list[list[int]], dr
     token or at max_tokens (formats.md section 7). model: a causal LM of transformers.
     Raises RunError for an unusable folder or a prompt that does not fit.
     """
-    drafter = ReadDrafter(folder, model)
-    limit = min(drafter.config["max_position_embeddings"], model.config.max_position_embeddings)
+    drafter = open_reader(folder, model)
+    limit = min(drafter.limit, model.config.max_position_embeddings)
     reading = Reading(0, [0] * draft_length, [])
     for prompt in prompts:
         if not prompt or len(prompt) + max_tokens + draft_length > limit:
@@ -246,21 +269,22 @@ def read_acceptance(folder: Path, model: nn.Module, prompts: list[list[int]], dr
 
 def decode(drafter: ReadDrafter, model: nn.Module, prompt: list[int], max_tokens: int, end_ids: list[int],
            reading: Reading) -> list[int]:
-    """One answer; adds its drafts to `reading`."""
+    """One answer; adds its drafts to `reading`.
+
+    Greedy speculation gives the target's own text, and no state depends on a later token: so one pass over that text
+    holds the states of every cycle, and what the target would choose at each drafted place stands in it.
+    """
     K = len(reading.accepted_per_position)
-    greedy, taps = read_target(model, prompt, drafter.layers)
-    answer, finished = trim([greedy[-1]], end_ids, max_tokens)
-    while not finished:
-        known = prompt + answer  # the last one is the target's choice, its own state is not known yet
-        drafted = drafter.draft(taps, known, K)
-        greedy, taps = read_target(model, known + drafted, drafter.layers)
-        own = greedy[len(known) - 1:]  # K + 1: the target's choice at every drafted place, and one more
-        accepted = 0
-        while accepted < K and drafted[accepted] == own[accepted]:
+    text = continuation(model, prompt, max_tokens, end_ids, K)
+    _, taps = read_target(model, prompt + text, drafter.layers)
+    done, size = 1, len(text) - K
+    while done < size:
+        known = prompt + text[:done]  # the last one is the target's choice, whose own state is not known yet
+        drafted, accepted = drafter.draft([tap[: len(known) - 1] for tap in taps], known, K), 0
+        while accepted < K and drafted[accepted] == text[done + accepted]:
             accepted += 1
         reading.drafts += 1
         for i in range(accepted):
             reading.accepted_per_position[i] += 1
-        answer, finished = trim(answer + own[:accepted + 1], end_ids, max_tokens)
-        taps = [tap[:len(known) + accepted] for tap in taps]
-    return answer
+        done += accepted + 1
+    return text[:size]

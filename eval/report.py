@@ -23,7 +23,10 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
     total = report["total"]
     acceptance, speed, greedy = total["acceptance"], total["speed"], total["lossless"]["greedy"]
     verdict = report["verdict"]
+    lossy = report["settings"].get("lossy", False)
     return [
+        *(["LOSSY                   typical acceptance: the answers are not the target's own; the proof below is of "
+           "exact acceptance"] if lossy else []),
         f"Mean acceptance length  {acceptance['mean_length']:.2f} tokens per draft"
         f" (95 % CI {interval(acceptance['ci95'])}; n = {total['drafts']:,} drafts)",
         f"Speedup                 {speed['speedup']:.2f}x over {speed['baseline_engine']}"

@@ -5,45 +5,40 @@ roi.json, roi.html.
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import NonNegativeFloat
 from rich.console import Console
 from rich.table import Table
 
 from eval import roi_check, roi_files, roi_fleet, roi_measure, roi_page, roi_server, roi_validate
-from eval import roi_refuse as refuse
-from eval.plan import read_config
 from eval.roi_calibrate import Observation
 from eval.roi_claim import claims_of
-from eval.roi_files import Calibration, draft_for, place_on, read_acceptance, read_calibration
-from eval.roi_plan import Method, Planner
+from eval.roi_files import Calibration, read_calibration
+from eval.roi_serving import methods_of, quantised, serving, training_hours
 from eval.roi_worth import worth
 from recipes.cli import Command, process
 from recipes.errors import ConfigError, RunError
 from recipes.files import write_json, write_text
-from recipes.hardware import Hardware, find
-from recipes.model_shape import shape_of
-from recipes.named_shapes import named, short_shape
-from recipes.schema import Recipe, opt
+from recipes.schema import NonNegativeInt, Recipe, opt
 
 
 @dataclass
 class Options:
     """What the sub-commands take beside the recipe."""
 
-    draft_length: int = opt(0, "measure a server: the draft length that it was started with; 0: without a drafter")
+    draft_length: NonNegativeInt = opt(0, "measure a server: the draft length that it was started with; 0: no drafter")
     steps: str = opt("", "calibrate: the measured steps; empty is runs/<name>/roi/steps.json")
     calibration: str = opt("", "plan: the calibration; empty is runs/<name>/roi/calibration.json")
     reports: list[str] = opt([], "plan: measured acceptance, one file a drafter; empty is runs/<name>/eval/report.json")
     fleet: str = opt("", "plan: YAML list of workloads; totals of a cluster")
-    slo: float = opt(0.0, "plan: short for --roi.slo_ms")
-    price: float = opt(0.0, "plan: short for --roi.price_per_gpu_hour")
-    demand: float = opt(0.0, "plan: short for --roi.demand_tok_s")
+    slo: NonNegativeFloat | None = opt(None, "plan: short for --roi.slo_ms")
+    price: NonNegativeFloat | None = opt(None, "plan: short for --roi.price_per_gpu_hour")
+    demand: NonNegativeFloat | None = opt(None, "plan: short for --roi.demand_tok_s")
 
 
 def folder_of(recipe: Recipe) -> Path:
@@ -103,69 +98,17 @@ def held_out_speedups(found: Calibration) -> list[str]:
             f"(n = {len(errors)})"] if errors else []
 
 
-def serving(recipe: Recipe, calibration: Calibration) -> tuple[Planner, str]:
-    """The planner of the recipe's traffic on the calibrated engine. Refusal 3 where the steps are of other hardware."""
-    section, steps = recipe.roi, calibration.steps
-    measured: Hardware = roi_files.gpu_of(steps.hardware)
-    gpu = find(section.hardware, recipe.plan.custom) if section.hardware else measured
-    if section.hardware and dataclasses.asdict(gpu) != dataclasses.asdict(measured):
-        refuse.other_engine({"hardware": steps.hardware.get("name")}, {"hardware": section.hardware})
-    refuse.other_engine({"tensor_parallel": steps.tensor_parallel}, {"tensor_parallel": section.tensor_parallel})
-    kept = dict(steps.target)
-    if section.model:
-        name, short = section.model, named(section.model)
-        shape = short_shape(short, f"model {name}")
-        kept["weight_bits"] = section.weight_bits or (kept.get("weight_bits") if kept.get("model") == name
-                                                      else short.get("bits", 16))
-    else:
-        name = recipe.target.model
-        shape = shape_of(read_config(recipe), f"target.model = {name}")
-        kept["weight_bits"] = section.weight_bits or kept.get("weight_bits", 16.0)
-    kept["cache_bits"] = section.cache_bits if steps.profile == "engine" else kept.get("cache_bits", 32.0)
-    layer = gpu.layer_us if steps.profile == "loop" else 100.0
-    place = place_on(gpu, shape, kept, section.tensor_parallel, layer)
-    return Planner(section, calibration, place, gpu.memory_gb * 1e9), name
-
-
-def training_hours(recipe: Recipe) -> tuple[float | None, str]:
-    """GPU hours of generation, capture and training: as given, or from the run's stamps to its last files."""
-    if recipe.roi.training_gpu_hours:
-        return recipe.roi.training_gpu_hours, "as given"
-    run, total = Path(recipe.runs_dir) / recipe.name, 0.0
-    for stamped, last in ((run / "traces" / "provenance.json", [run / "traces" / "manifest.json"]),
-                          (run / "provenance.json", list((run / "checkpoints").glob("*.json")))):
-        ends = [p.stat().st_mtime for p in last if p.exists()]
-        if not stamped.exists() or not ends:
-            return None, ""
-        began = datetime.fromisoformat(json.loads(stamped.read_text(encoding="utf-8"))["time"])
-        total += max(0.0, max(ends) - began.timestamp()) / 3600
-    return total * recipe.plan.gpus, "from the run's provenance, plan.gpus each"
-
-
-def methods_of(planner: Planner, paths: list[str], section) -> list[Method]:
-    """The drafters whose acceptance was given; two of one name are an error."""
-    found = []
-    for path in paths:
-        accepted = read_acceptance(Path(path), section.domain)
-        if accepted.engine:
-            refuse.other_engine(accepted.engine, planner.calibration.steps.engine)
-        if accepted.name in {"none", *(m.name for m in found)}:
-            raise ConfigError(f"{path}: name = {accepted.name}: another report has it; rename one")
-        found.append(Method(accepted.name, draft_for(accepted, planner.place.shape, planner.calibration.steps),
-                            accepted))
-    return found
-
-
 def plan(recipe: Recipe, options: Options, words: list[str]) -> None:
     """The plan, its table, JSON and page; or a fleet's totals."""
     short = {"slo_ms": options.slo, "price_per_gpu_hour": options.price, "demand_tok_s": options.demand}
-    recipe = replace(recipe, roi=replace(recipe.roi, **{k: v for k, v in short.items() if v}))
+    recipe = replace(recipe, roi=replace(recipe.roi, **{k: v for k, v in short.items() if v is not None}))
     folder = folder_of(recipe)
     calibration = read_calibration(Path(options.calibration or folder / "calibration.json"))
     planner, target = serving(recipe, calibration)
+    bits = quantised(recipe)
     if options.fleet:
         loads = roi_fleet.read_fleet(Path(options.fleet))
-        pairs = [(load, methods_of(planner, [load.report], roi_fleet.planner_of(planner, load).section)[0])
+        pairs = [(load, methods_of(planner, [load.report], roi_fleet.planner_of(planner, load).section.domain, bits)[0])
                  for load in loads]
         found = roi_fleet.fleet(planner, pairs, target)
         write_json(folder / "fleet.json", found)
@@ -173,7 +116,7 @@ def plan(recipe: Recipe, options: Options, words: list[str]) -> None:
         return
     paths = options.reports or [str(Path(recipe.runs_dir) / recipe.name / "eval" / "report.json")]
     hours, hours_from = training_hours(recipe)
-    found = worth(planner, methods_of(planner, paths, recipe.roi), target, hours, hours_from)
+    found = worth(planner, methods_of(planner, paths, recipe.roi.domain, bits), target, hours, hours_from)
     found["time"] = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(folder / "roi.json", found)
     write_text(folder / "roi.html", roi_page.render(found))
@@ -205,14 +148,18 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def check(recipe: Recipe, options: Options, words: list[str]) -> None:
-    """Judges claims; exit 1 where one does not hold."""
-    wrong = 0
+    """Judges claims; exit 1 where a figure does not hold, 2 where one rests on what is refused or unknown."""
+    wrong = refused = 0
     for claim in claims_of(words):
         found = roi_check.check(claim)
         print(*roi_check.lines(claim, found), sep="\n")
-        wrong += any(f.verdict in (roi_check.WRONG, roi_check.IMPOSSIBLE) for f in found)
+        wrong += roi_check.is_wrong(found)
+        refused += roi_check.is_refused(found)
+    resting = f"{refused} of the claims rest on what is refused or unknown"
     if wrong:
-        raise RunError(f"{wrong} of the claims do not hold")
+        raise RunError(f"{wrong} of the claims do not hold" + (f"; {resting}" if refused else ""))
+    if refused:
+        raise ConfigError(resting)
 
 
 def validate(recipe: Recipe, options: Options, words: list[str]) -> None:

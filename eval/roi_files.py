@@ -1,31 +1,33 @@
-"""The files between the sub-commands of `make roi`: measured steps, the calibration, measured acceptance."""
+"""The files between the sub-commands of `make roi`: measured steps and the calibration (eval/roi_accepted.py reads
+acceptance)."""
 
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from eval import roi_refuse as refuse
 from eval.roi_calibrate import NAMES, Fit, Observation, errors, fit, left_out
-from eval.roi_refuse import Conditions
-from eval.roi_validate import draft_of, hardware_named, read_json
+from eval.roi_names import draft_of, hardware_named, kind_of, products_dtype
+from eval.roi_validate import read_json
 from recipes.cost import Format
 from recipes.draft_cost import DraftSize
 from recipes.errors import ConfigError
 from recipes.files import write_json
-from recipes.hardware import Hardware
+from recipes.hardware import Hardware, described
 from recipes.loader import parse_into
-from recipes.model_shape import ModelShape, shape_of
+from recipes.model_shape import ModelShape, quantised_bits, shape_of
 from recipes.named_shapes import named, short_shape
 from recipes.schema import opt
 from recipes.speculation import Draft, Place, Step
 
-STEPS, CALIBRATION, ACCEPTANCE = "drafthouse.steps/1", "drafthouse.calibration/1", "drafthouse.acceptance/1"
+STEPS, CALIBRATION = "drafthouse.steps/1", "drafthouse.calibration/1"
+OF_KINDS = ("layers", "vocab", "blocks")  # what a drafter is known by that has no sizes of its own
 FEWEST_LENGTHS = 2  # draft lengths beside plain decoding at one batch
-FEWEST_DRAFTS = 30  # of a context bucket that counts as measured
+Kept = Annotated[float, Field(ge=1)]
 
 
 @dataclass
@@ -34,13 +36,13 @@ class Timed:
 
     what: Literal["step", "target", "draft"] = opt("step", "step: plain (K 0) or a cycle; target: one pass of `width`")
     rows: PositiveInt = opt(1, "B")
-    K: int = opt(0, "draft length")
-    width: int = opt(0, "target: tokens a row")
+    K: NonNegativeInt = opt(0, "draft length")
+    width: NonNegativeInt = opt(0, "target: tokens a row")
     context: NonNegativeFloat = opt(1024.0, "cached tokens a row")
     ms: PositiveFloat = opt(1.0, "milliseconds")
-    kept: PositiveFloat = opt(1.0, "acceptance length while it was taken")
+    kept: Kept = opt(1.0, "acceptance length while it was taken")
     topk: PositiveInt = opt(1, "branches of a tree")
-    verified: int = opt(0, "nodes of a tree that are verified")
+    verified: NonNegativeInt = opt(0, "nodes of a tree that are verified")
     prompt: NonNegativeFloat = opt(0.0, "prompt of a request, where the time contains its prefill")
     answer: NonNegativeFloat = opt(0.0, "answer of a request, likewise")
     held_out: bool = opt(False, "predicted, not calibrated on")
@@ -55,6 +57,40 @@ class Timed:
         """Verified in this step."""
         return self.rows * self.step().width if self.what != "draft" else 0.0
 
+    def check(self, where: str) -> None:
+        """ConfigError for a time that no run can have."""
+        needed = {"target": "width", "draft": "K"}.get(self.what)
+        if needed and not getattr(self, needed):
+            raise ConfigError(f"{where}: {needed} is missing: a {self.what} needs it")
+        if self.what == "step" and self.kept > self.K + 1 + 1e-6:
+            raise ConfigError(f"{where}: kept = {self.kept:g}: a step of K {self.K} keeps {self.K + 1} tokens at most")
+
+
+@dataclass
+class TargetEntry:
+    """`target` of steps.json."""
+
+    model: str = opt("", "a named shape, or what names the target")
+    config: dict[str, Any] = opt({}, "its config.json; empty: the named shape's sizes")
+    weight_bits: NonNegativeFloat = opt(0.0, "bits of its layers' weights; 0: its own")
+    other_bits: NonNegativeFloat = opt(0.0, "bits of other weights and states; 0 is 16")
+    cache_bits: NonNegativeFloat = opt(0.0, "bits of keys and values; 0 is as other_bits")
+    dtype: str = opt("bfloat16", "dtype of the products where weights are not fp8")
+    expanded: bool = opt(False, "MLA's keys and values are kept for every head")
+    fingerprint: dict[str, Any] = opt({}, "of its weights, config, tokenizer, template")
+
+
+@dataclass
+class DrafterEntry:
+    """`drafter` of steps.json."""
+
+    kind: str = opt("eagle3", "kind, or a named shape")
+    size: dict[str, Any] = opt({}, "sizes of an EAGLE-3 or parallel drafter; empty: as wide as the target")
+    bits: PositiveFloat = opt(16.0, "bits of its weights")
+    layers: NonNegativeInt = opt(0, "of a layer_cut; 0 is a third of the target's")
+    vocab: NonNegativeInt = opt(0, "Medusa: tokens that a head can propose; 0 is the target's vocabulary")
+    blocks: PositiveInt = opt(1, "Medusa: residual blocks of a head")
+
 
 @dataclass
 class Steps:
@@ -65,12 +101,21 @@ class Steps:
     engine: dict[str, Any] = opt({}, "name, version, flags")
     hardware: dict[str, Any] = opt({}, "name of a table entry, or an entry")
     tensor_parallel: PositiveInt = opt(1, "GPUs of a replica")
-    target: dict[str, Any] = opt({}, "model (a named shape) or config (a config.json); weight_bits, other_bits, "
-                                     "cache_bits, dtype, expanded, fingerprint")
-    drafter: dict[str, Any] = opt({}, "kind; size")
+    target: dict[str, Any] = opt({}, "fields of TargetEntry")
+    drafter: dict[str, Any] = opt({}, "fields of DrafterEntry; empty, or kind none: no drafter was timed")
     acceptance: Literal["measured", "synthetic"] = opt("measured", "how drafts were accepted while it was measured")
     points: list[Timed] = field(default_factory=list)
     machine: dict[str, Any] = opt({}, "provenance: load, time")
+
+    def check(self, where: str) -> None:
+        """ConfigError for an entry with unknown keys, or a point that no run can have."""
+        parse_into(TargetEntry, self.target, f"{where}: target")
+        drafter = parse_into(DrafterEntry, self.drafter, f"{where}: drafter")
+        if drafter.size:
+            parse_into(DraftSize, drafter.size, f"{where}: drafter.size")
+        gpu_of(self.hardware)
+        for number, point in enumerate(self.points):
+            point.check(f"{where}: points[{number}]")
 
     def place(self) -> Place:
         gpu = gpu_of(self.hardware)
@@ -78,10 +123,12 @@ class Steps:
                         gpu.layer_us if self.profile == "loop" else 100.0)
 
     def draft(self) -> Draft:
-        kind, size = self.drafter.get("kind", "eagle3"), self.drafter.get("size")
-        if size:
-            return Draft(kind, DraftSize(**size), bits=self.drafter.get("bits", 16.0))
-        return draft_of(kind, shape_in(self.target))
+        kind, bits = self.drafter.get("kind", "eagle3"), self.drafter.get("bits", 16.0)
+        if size := self.drafter.get("size"):
+            return Draft(kind_of(kind), parse_into(DraftSize, size, "steps: drafter.size"), bits=bits)
+        known = {key: self.drafter[key] for key in OF_KINDS if key in self.drafter}
+        draft = draft_of(kind, shape_in(self.target), **known)
+        return dataclasses.replace(draft, bits=bits) if draft.kind == "medusa" else draft
 
     def observations(self, held_out: bool = False) -> list[Observation]:
         place, draft = self.place(), self.draft()
@@ -89,35 +136,47 @@ class Steps:
 
 
 def gpu_of(entry: dict[str, Any]) -> Hardware:
-    """A table entry by its name, or the entry itself."""
+    """A table entry by its name, or the entry itself. ConfigError for an entry without its peaks."""
     if set(entry) <= {"name"}:
-        return hardware_named(entry.get("name", ""))
-    return parse_into(Hardware, {k: v for k, v in entry.items() if k != "name"}, "steps: hardware")
+        return hardware_named(entry.get("name") or "")
+    return described({k: v for k, v in entry.items() if k != "name"}, "steps: hardware")
 
 
 def shape_in(target: dict[str, Any]) -> ModelShape:
-    if "config" in target:
+    if target.get("config"):
         return shape_of(target["config"], "steps: target.config")
     name = target.get("model", "")
     return short_shape(named(name), f"model {name}")
 
 
+def bits_in(target: dict[str, Any]) -> float:
+    """Bits of the target's weights: as said, else those of its checkpoint or of the named shape, else 16."""
+    if target.get("weight_bits"):
+        return float(target["weight_bits"])
+    if target.get("config"):
+        return quantised_bits(target["config"], "steps: target.config") or 16.0
+    return float(named(target.get("model", "")).get("bits", 16))
+
+
 def place_on(gpu: Hardware, shape: ModelShape, target: dict[str, Any], ranks: int, prompt_layer_us: float) -> Place:
     """A target kept as `target` says on GPUs of this kind."""
-    bits = float(target.get("weight_bits") or 16.0)
+    bits = bits_in(target)
     other = float(target.get("other_bits") or 16.0)
-    dtype = "fp8" if 8 <= bits < 9 and "fp8" in gpu.tflops else target.get("dtype", "bfloat16")
+    dtype = products_dtype(bits, gpu)
+    dtype = target.get("dtype", dtype) if dtype == "bfloat16" else dtype
     keep = Format(bits, other, float(target.get("cache_bits") or other), ranks,
                   expanded=bool(target.get("expanded", False)))
     return Place(shape, keep, gpu.bandwidth_tb_s * 1e12, gpu.flops(dtype), gpu.link_gb_s * 1e9, prompt_layer_us)
 
 
 def read_steps(path: Path) -> Steps:
-    """steps.json. ConfigError for another form or an unknown key."""
+    """steps.json. ConfigError for another form, an unknown key or a time that no run can have."""
     values = read_json(path)
     if not isinstance(values, dict) or values.get("schema") != STEPS:
         raise ConfigError(f"{path}: schema must be {STEPS}; make roi ARGS=measure writes such a file")
-    return parse_into(Steps, values, str(path))
+    steps = parse_into(Steps, values, str(path))
+    steps.check(str(path))
+    return steps
 
 
 @dataclass(frozen=True)
@@ -175,92 +234,10 @@ def read_calibration(path: Path) -> Calibration:
     values = read_json(path)
     if not isinstance(values, dict) or values.get("schema") != CALIBRATION:
         raise ConfigError(f"{path}: schema must be {CALIBRATION}; make roi ARGS=calibrate writes such a file")
-    steps = parse_into(Steps, values["steps"], f"{path}: steps")
-    found = Fit(np.array(values["logs"]), np.array(values["covariance"]), values["profile"], len(values["errors"]))
-    return Calibration(found, steps, values["largest"], values["lengths"], values["batches"], values["errors"],
-                       values["left_out"], values["held_out"])
-
-
-@dataclass
-class Acceptance:
-    """What was measured of one drafter, with its conditions. Of our report, or of a file that a user fills in for an
-    imported drafter (drafthouse.acceptance/1)."""
-
-    schema: str = opt(ACCEPTANCE, "version of this form")
-    name: str = opt("drafter", "what the plan calls it")
-    kind: str = opt("eagle3", "eagle3, parallel, medusa, mtp, lookup, or a named shape: a standalone draft model")
-    per_position: list[float] = opt([], "cumulative rate of each draft position")
-    relative_sd: NonNegativeFloat = opt(0.05, "standard deviation of the acceptance length over its value")
-    tokens_per_pass: NonNegativeFloat = opt(0.0, "lookup, tree: kept tokens a target pass, passes without a draft "
-                                                 "included; then no other draft length is planned")
-    topk: PositiveInt = opt(1, "tree: branches of a level")
-    verified: int = opt(0, "tree: nodes verified a row; 0 is a chain")
-    domain: str = opt("", "prompts")
-    temperature: NonNegativeFloat = opt(0.0, "of the answers")
-    context: list[float] = opt([0.0, 0.0], "shortest and longest context measured")
-    target: str = opt("", "the target's name")
-    weight_bits: NonNegativeFloat = opt(16.0, "bits of its weights when it was measured")
-    mode: str = opt("measured", "measured or synthetic")
-    prompts: str = opt("chat", "chat: rendered with the target's chat template; completion, random: refused")
-    engine: dict[str, Any] = opt({}, "engine of its own step times, where it has any")
-    requests: int = opt(0, "requests whose own acceptance length was recorded")
-    slowest: NonNegativeFloat = opt(0.0, "acceptance length that 99 of 100 requests exceed; 0 is not recorded")
-    size: dict[str, Any] = opt({}, "sizes of the drafter; empty: as wide as its target")
-
-    def kept(self, K: int) -> float:
-        """Acceptance length of a draft of K, at most as long as the measured one."""
-        return self.tokens_per_pass or 1.0 + sum(self.per_position[:K])
-
-    @property
-    def longest(self) -> int:
-        return len(self.per_position)
-
-    def conditions(self) -> Conditions:
-        return Conditions(self.domain, self.temperature, tuple(self.context), self.target, self.weight_bits)
-
-
-def read_acceptance(path: Path, domain: str) -> Acceptance:
-    """Measured acceptance from eval/report.json or drafthouse.acceptance/1. `domain`: a set of the report, or empty.
-    Refusal 1 for a domain that was not measured, 6 for synthetic acceptance."""
-    values = read_json(path)
-    schema = values.get("schema", "") if isinstance(values, dict) else ""
-    if schema == ACCEPTANCE:
-        found = parse_into(Acceptance, values, str(path))
-        if not found.per_position:
-            raise ConfigError(f"{path}: per_position is missing")
-    elif schema.startswith("drafthouse.report/"):
-        found = _of_report(values, domain)
-    else:
-        raise ConfigError(f"{path}: schema {schema!r}: must be an eval/report.json or {ACCEPTANCE}")
-    refuse.made_up_acceptance(found.mode, found.prompts)
-    return found
-
-
-def _of_report(report: dict[str, Any], domain: str) -> Acceptance:
-    if domain and domain not in report["sets"]:
-        refuse.moved_acceptance(Conditions(", ".join(report["sets"])), Conditions(domain))
-    block = report["sets"][domain] if domain else report["total"]
-    acceptance = block["acceptance"]
-    low, high = acceptance["ci95"]
-    buckets = [b for b in acceptance["by_context_bucket"] if b["drafts"] >= FEWEST_DRAFTS]
-    context = [float(buckets[0]["from"]), float(buckets[-1]["to"])] if buckets else [0.0, 0.0]
-    kind = report["drafter"]["kind"]
-    by_request = acceptance.get("by_request") or {}
-    bits = {"float32": 32.0}.get(report["stack"]["dtype"], 16.0)
-    return Acceptance(name=report["name"], kind=kind, per_position=acceptance["per_position"],
-                      relative_sd=(high - low) / 3.92 / acceptance["mean_length"],
-                      tokens_per_pass=block["tokens_per_target_pass"] if kind == "lookup" else 0.0, domain=domain,
-                      temperature=report["settings"]["temperature"], context=context,
-                      target=report["target"]["model"], weight_bits=bits, requests=by_request.get("n", 0),
-                      slowest=by_request.get("p1") or 0.0)
-
-
-def draft_for(found: Acceptance, shape: ModelShape, steps: Steps) -> Draft:
-    """The drafter whose acceptance this is: the sizes it names, those of the measured steps where it is the same kind,
-    else as wide as the target."""
-    if found.size:
-        return Draft(found.kind, DraftSize(**found.size), bits=steps.drafter.get("bits", 16.0))
-    if found.kind == steps.drafter.get("kind") and steps.drafter.get("size"):
-        return steps.draft()
-    return draft_of(found.kind, shape)
-
+    try:
+        steps = parse_into(Steps, values["steps"], f"{path}: steps")
+        found = Fit(np.array(values["logs"]), np.array(values["covariance"]), values["profile"], len(values["errors"]))
+        return Calibration(found, steps, values["largest"], values["lengths"], values["batches"], values["errors"],
+                           values["left_out"], values["held_out"])
+    except KeyError as error:
+        raise ConfigError(f"{path}: {error.args[0]} is missing; make roi ARGS=calibrate writes it") from None

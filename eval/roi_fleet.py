@@ -5,14 +5,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from eval import roi_refuse as refuse
-from eval.roi_plan import PLAIN, Method, Planner, check
+from eval.roi_plan import PLAIN, Method, Planner, Point, check
 from recipes.errors import ConfigError
-from recipes.loader import parse_into
-from recipes.schema import opt
+from recipes.loader import parse_into, yaml_value
+from recipes.schema import PositiveInt, opt
 
 
 @dataclass
@@ -26,16 +25,14 @@ class Workload:
     slo_ms: NonNegativeFloat | None = opt(None, "longest time a token")
     domain: str | None = opt(None, "prompt kind")
     temperature: NonNegativeFloat | None = opt(None, "of the traffic")
-    batch: PositiveInt | None = opt(None, "rows that its replicas run in practice; empty: the best under the SLO")
+    batch: PositiveInt | None = opt(None, "rows that its replicas run with the drafter; empty: the best under the SLO. "
+                                          "Plain decoding is always planned at its best")
     report: str = opt("", "its acceptance; a path")
 
 
 def read_fleet(path: Path) -> list[Workload]:
     """ConfigError for anything but a list of workloads with a name, a demand and a report each."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    values = yaml_value(path, "list of workloads")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{path}: must be a list of workloads")
     found = [parse_into(Workload, item, f"{path}: workload {number}") for number, item in enumerate(values)]
@@ -52,21 +49,32 @@ def planner_of(base: Planner, load: Workload) -> Planner:
     return replace(base, section=replace(base.section, **own))
 
 
+def points_at(planner: Planner, load: Workload, method: Method) -> list[Point]:
+    """The drafter's configurations: at the workload's own batch, where it names one. Refusal 5 where that is beyond the
+    measured steps with every draft length."""
+    if not load.batch:
+        return planner.points(method)
+    refuse.beyond_measured(load.batch * min(map(method.width, method.lengths())), planner.calibration.largest)
+    return [planner.point(method, load.batch, K) for K in method.lengths() if planner.fits(method, load.batch, K)]
+
+
 def one(base: Planner, load: Workload, method: Method, target: str) -> dict[str, Any]:
-    """GPUs of a workload without the drafter, with it, and with whichever needs fewer. A refusal where
-    its acceptance is of other conditions; ConfigError where neither side keeps the SLO."""
+    """GPUs of a workload without the drafter, with it, and with whichever needs fewer. A refusal where its acceptance
+    is of other conditions, its batch beyond what was measured, or all steps of one batch; ConfigError where neither
+    side keeps the SLO."""
     planner = planner_of(base, load)
     check(planner, [method], target)
+    if not planner.calibration.across_batches:  # the best plain configuration is not known
+        refuse.unfair_saving(None, planner.section.slo_ms, planner.section.slo_ms)
 
-    def gpus(m: Method) -> tuple[int | None, int]:
-        points = [p for p in planner.points(m) if load.batch in (None, p.batch)]
+    def gpus(points: list[Point]) -> tuple[int | None, int]:
         top = planner.best(points)
         return (planner.gpus(top, load.demand_tok_s), top.K) if top else (None, 0)
 
-    (plain, _), (ours, K) = gpus(PLAIN), gpus(method)
+    (plain, _), (ours, K) = gpus(planner.points(PLAIN)), gpus(points_at(planner, load, method))
     if plain is None and ours is None:
         raise ConfigError(f"workload {load.name}: no configuration keeps its SLO within memory and what was measured"
-                          + (f" at batch {load.batch}" if load.batch else ""))
+                          + (f"; with the drafter at batch {load.batch}" if load.batch else ""))
     keeps = ours is not None and (plain is None or ours < plain)
     return {"name": load.name, "method": method.name, "K": K, "plain": plain, "speculative": ours,
             "best": ours if keeps else plain, "keeps_drafter": keeps}

@@ -20,11 +20,12 @@ from drafters import checkpoint, imported
 from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
-from drafters.registry import entry
+from drafters.registry import entry, options_of
 from drafters.target import Target
 from eval.decode import Decoder, Output, Rows
 from eval.plan import draft_size, read_config
 from eval.plan_machine import BITS
+from eval.plans import check_longest
 from eval.probe import measure as probe
 from eval.roi_files import Steps, Timed
 from recipes.errors import ConfigError
@@ -32,6 +33,7 @@ from recipes.model_shape import shape_of
 from recipes.provenance import stamp
 from recipes.schema import Recipe
 
+UNSIZED = ("lookup", "layer_cut", "medusa")  # drafters whose cost follows from the target and an option or two
 CYCLES = 8  # of one run; the first, after the prompts, is not counted
 
 
@@ -99,7 +101,7 @@ class Loop:
 
 def open_loop(recipe: Recipe) -> Loop:
     """The target and the drafter of drafter.path or of the run; a fresh one where nothing is trained yet."""
-    target = Target(on_one_process(recipe.target), recipe.trace.layers)
+    target = Target(on_one_process(recipe.target), entry(recipe.drafter.kind).shown(recipe.trace.layers))
     folder = Path(recipe.runs_dir) / recipe.name / "checkpoints"
     section = recipe.drafter
     fresh = entry(section.kind).trained and not section.path and not (folder / checkpoint.BEST).exists()
@@ -132,7 +134,11 @@ def grid(recipe: Recipe) -> list[tuple[int, int, int, bool]]:
 def measure(recipe: Recipe, progress: Callable[[str], None], parts: bool = True) -> Steps:
     """Times everything in turns; without `parts` plain steps and cycles only. Raises ConfigError where the target's
     context is too short."""
+    drafter_of(recipe)  # a kind whose cost is not known is told before anything is timed
     loop, section = open_loop(recipe), recipe.roi
+    drafter = drafter_of(recipe, loop.drafter)
+    for name in ("draft_lengths", "held_out"):
+        check_longest(max(getattr(section, name), default=0), loop.drafter, f"roi.{name}")
     room = loop.target.max_length - CYCLES * (max([*section.draft_lengths, *section.held_out]) + 1) - 2
     if max(section.contexts) > room:
         raise ConfigError(f"roi.contexts = {section.contexts}: the target's context leaves {room}")
@@ -155,7 +161,7 @@ def measure(recipe: Recipe, progress: Callable[[str], None], parts: bool = True)
         progress(f"round {turn} of {section.rounds}")
     return Steps(profile="loop", engine={"name": "drafthouse loop", "device": str(loop.target.device)},
                  hardware={"name": "this-machine", **asdict(machine)}, target=target_of(recipe, loop.target),
-                 drafter=drafter_of(recipe), acceptance="synthetic" if loop.fresh else "measured",
+                 drafter=drafter, acceptance="synthetic" if loop.fresh else "measured",
                  points=[point(key, values) for key, values in found.items()], machine=stamp(asdict(recipe)))
 
 
@@ -184,7 +190,18 @@ def target_of(recipe: Recipe, target: Target) -> dict[str, Any]:
             "cache_bits": bits, "dtype": recipe.target.dtype, "expanded": True, "fingerprint": target.fingerprint()}
 
 
-def drafter_of(recipe: Recipe) -> dict[str, Any]:
+def drafter_of(recipe: Recipe, opened: Drafter | None = None) -> dict[str, Any]:
+    """The drafter as steps.json names it; `opened`: itself, which may be another's (drafter.path) and knows its draft
+    vocabulary. ConfigError for a kind whose cost is not known."""
+    kind, bits = recipe.drafter.kind, BITS[recipe.target.dtype]
+    if kind in UNSIZED:
+        options = options_of(kind, recipe.drafter.options)
+        found = {"kind": kind, "bits": bits}
+        if kind == "medusa":
+            vocab = opened.shape.draft_vocab_size if opened else options.draft_vocab_size
+            return found | {"vocab": vocab, "blocks": (opened.options if opened else options).num_layers}
+        layers = getattr(options, "layers", 0)
+        return found | ({"layers": layers} if layers else {})
     config = read_config(recipe)
     size = draft_size(recipe, shape_of(config, f"target.model = {recipe.target.model}"), config)
-    return {"kind": recipe.drafter.kind, "size": asdict(size), "bits": BITS[recipe.target.dtype]}
+    return {"kind": kind, "size": asdict(size), "bits": bits}

@@ -35,13 +35,8 @@ def drawn(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table_rows(plan: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a method: its best configuration and its money."""
-    found = []
-    for name, point in plan["best"].items():
-        money = plan["money"].get(name) or next(iter(plan["money"].values()), {"full_load": {}, "at_demand": {}})
-        side = "plain" if name == "none" else "speculative"
-        found.append({"name": name, **point, "full_load": money["full_load"].get(side),
-                      "demand": money["at_demand"].get(side)})
-    return found
+    return [{"name": name, **point, "full_load": plan["sides"][name]["full_load"],
+             "demand": plan["sides"][name]["at_demand"]} for name, point in plan["best"].items()]
 
 
 def _plain_log(axes: Axes, axis: str) -> None:

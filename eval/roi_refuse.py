@@ -3,7 +3,7 @@ otherwise; the numbers are those of the list in docs/roi.md.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.errors import ConfigError
@@ -32,6 +32,7 @@ class Conditions:
     context: tuple[float, float] = (0.0, float("inf"))
     target: str = ""
     weight_bits: float = 0.0
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)  # of its weights, config, tokenizer, template
 
 
 def moved_acceptance(measured: Conditions, traffic: Conditions) -> None:
@@ -42,17 +43,22 @@ def moved_acceptance(measured: Conditions, traffic: Conditions) -> None:
         if here != there:
             raise Refusal(1, f"acceptance was measured with {name} {here!r}{unit}, the traffic has {there!r}{unit}; "
                              f"{carried}: measure it there")
+    for part in sorted({*measured.fingerprint} & {*traffic.fingerprint}):
+        if measured.fingerprint[part] != traffic.fingerprint[part]:
+            raise Refusal(1, f"acceptance was measured on a target of other {part} than the measured steps; {carried}: "
+                             "measure both on one target")
     low, high = measured.context
     if not low <= traffic.context[0] <= traffic.context[1] <= high:
         raise Refusal(1, f"acceptance was measured at contexts of {low:,.0f} to {high:,.0f} tokens, the traffic has "
                          f"{traffic.context[0]:,.0f} to {traffic.context[1]:,.0f}; {carried}: measure it there")
 
 
-def unmeasured_steps(step_times: int) -> None:
-    """2: no dollars and no GPU counts without a measured step time."""
+def unmeasured_steps(step_times: int, of: str = "") -> None:
+    """2: no dollars and no GPU counts without a measured step time; `of`: what was not timed where others were."""
     if not step_times:
-        raise Refusal(2, "dollars and GPU counts need a measured step time, there is none; run make roi ARGS=measure, "
-                         "then ARGS=calibrate")
+        time = f"measured step time of {of}" if of else "measured step time"
+        raise Refusal(2, f"dollars and GPU counts need a {time}, there is none; run make roi ARGS=measure, then "
+                         "ARGS=calibrate")
 
 
 def other_engine(plain: Mapping[str, Any], speculative: Mapping[str, Any]) -> None:
@@ -98,10 +104,12 @@ def thin_tail(requests: int, by_request: bool) -> None:
         raise Refusal(7, f"p99 of {requests:,} requests: at least {TAIL_REQUESTS:,} are needed")
 
 
-def split_replica(replicas: float, ranks: int, shape: ModelShape) -> None:
-    """8: whole replicas, and as many GPUs each as divide the heads."""
+def split_replica(replicas: float, ranks: int, shape: ModelShape | None = None) -> None:
+    """8: whole replicas, and as many GPUs each as divide the heads of the target, where it is known."""
     if replicas != int(replicas):
         raise Refusal(8, f"{replicas:.2f} replicas of {ranks} GPUs: a replica runs whole or not at all")
+    if shape is None:
+        return
     kv = shape.attention.kv_heads
     undivided = [f"{n} {what}" for n, what in ((shape.attention.heads, "heads"), (kv, "key/value heads"))
                  if n and n % ranks and not (what != "heads" and ranks % n == 0)]

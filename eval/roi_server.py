@@ -7,65 +7,40 @@ steps.json. Prompts are the evaluation's, through the server's own chat template
 """
 
 import asyncio
-import json
-import os
 import statistics
-import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, replace
 
-import httpx
-
+from data.backends.base import Fault
+from data.backends.client import Client
+from data.backends.stream import GIVES_IDS, Stream, chat_body, streamed
+from data.chat import Message
 from data.prompts import evaluation_prompts
-from eval.roi_files import Steps, Timed
+from eval.plan import read_config
+from eval.roi_engine import require_same_run, version_of
+from eval.roi_files import Steps, Timed, bits_in
 from recipes.errors import ConfigError, RunError
+from recipes.hardware import spelt
 from recipes.schema import Recipe, Server
 
 TOKENS = 96  # of each answer
 FEWEST = 5  # gaps of a stream while all are running
 
 
-@dataclass
-class Stream:
-    """When the pieces of one answer came, and what the server counted."""
-
-    times: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    tokens: int = 0
-
-
-async def one(client: httpx.AsyncClient, section: Server, messages: list[dict[str, Any]]) -> Stream:
-    """One streamed answer. RunError for a status that is none of success, or a stream without usage."""
-    body: dict[str, Any] = {"model": section.model, "messages": messages, "max_tokens": TOKENS, "temperature": 0.0,
-                            "stream": True, "stream_options": {"include_usage": True}}
-    if section.kind in ("vllm", "sglang"):
+async def one(client: Client, messages: list[Message]) -> Stream:
+    """One streamed answer of TOKENS, where the server can be told so. RunError where there is none: a step that was
+    disturbed is not timed again."""
+    body = chat_body(client.server.kind, client.server.model, messages, None, TOKENS)
+    if client.server.kind in GIVES_IDS:
         body["ignore_eos"] = True
-    found = Stream()
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        if answer.status_code != 200:
-            text = (await answer.aread()).decode(errors="replace")[:200]
-            raise RunError(f"generation.server.base_url: status {answer.status_code}: {text}")
-        async for line in answer.aiter_lines():
-            if not line.startswith("data:") or line.endswith("[DONE]"):
-                continue
-            event = json.loads(line.removeprefix("data:"))
-            if event.get("usage"):
-                found.prompt_tokens, found.tokens = (event["usage"][k] for k in ("prompt_tokens", "completion_tokens"))
-            if any(choice.get("delta", {}).get("content") for choice in event.get("choices", [])):
-                found.times.append(time.perf_counter())
-    if not found.tokens or not found.times:
-        raise RunError("generation.server.base_url: the stream has no usage or no text; stream_options.include_usage "
-                       "must be supported")
-    return found
+    try:
+        return await streamed(client, body)
+    except Fault as fault:
+        raise RunError(f"generation.server.base_url = {client.server.base_url}: {fault.reason}") from None
 
 
-async def together(section: Server, prompts: list[list[dict[str, Any]]]) -> list[Stream]:
-    key = os.environ.get(section.api_key_env, "") if section.api_key_env else ""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=len(prompts))
-    async with httpx.AsyncClient(base_url=section.base_url.rstrip("/"), headers=headers, timeout=section.timeout_s,
-                                 limits=limits) as client:
-        return await asyncio.gather(*(one(client, section, messages) for messages in prompts))
+async def together(section: Server, prompts: list[list[Message]]) -> list[Stream]:
+    async with Client(replace(section, concurrency=len(prompts)), 0) as client:
+        return await asyncio.gather(*(one(client, messages) for messages in prompts))
 
 
 def step_of(streams: list[Stream]) -> tuple[float, float, float]:
@@ -83,10 +58,19 @@ def step_of(streams: list[Stream]) -> tuple[float, float, float]:
 
 
 def measure(recipe: Recipe, K: int, before: Steps | None) -> Steps:
-    """Steps of this server at each batch of `roi.batches`, added to those measured before with the same engine."""
+    """Steps of this server at each batch of `roi.batches`, added to those measured before of the same run. ConfigError
+    where those are of another engine, hardware, target or drafter."""
     section, roi = recipe.generation.server, recipe.roi
     if not roi.hardware or not (roi.model or recipe.target.model):
         raise ConfigError("roi.hardware: a server does not say what it runs on; set it, and roi.tensor_parallel")
+    name, gpu = spelt(roi.hardware, recipe.plan.custom, "roi.hardware")
+    own = {} if roi.model else {"config": read_config(recipe)}
+    target = {"model": roi.model or recipe.target.model, "weight_bits": roi.weight_bits, **own}
+    target["weight_bits"] = bits_in(target)
+    fresh = Steps(profile="engine", engine={"name": section.kind, "model": section.model, **version_of(section)},
+                  hardware={"name": name, **(asdict(gpu) if name in recipe.plan.custom else {})},
+                  tensor_parallel=roi.tensor_parallel, target=target, drafter={"kind": recipe.drafter.kind})
+    require_same_run(before, fresh)
     prompts, _ = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
     points = []
     for rows in roi.batches:
@@ -98,10 +82,5 @@ def measure(recipe: Recipe, K: int, before: Steps | None) -> Steps:
             raise RunError(f"batch {rows}: {kept:.2f} tokens a piece without a drafter: this server groups steps in "
                            "its stream, so they cannot be timed from outside")
         points.append(Timed("step", rows, K, 0, context, 1e3 * seconds, min(kept, K + 1.0)))
-    fresh = Steps(profile="engine", engine={"name": section.kind, "model": section.model},
-                  hardware={"name": roi.hardware}, tensor_parallel=roi.tensor_parallel,
-                  target={"model": roi.model or recipe.target.model, "weight_bits": roi.weight_bits or 16.0},
-                  drafter={"kind": recipe.drafter.kind})
-    kept_before = before.points if before and (before.engine, before.target) == (fresh.engine, fresh.target) else []
-    fresh.points = [p for p in kept_before if p.K != K] + points
+    fresh.points = [p for p in (before.points if before else []) if p.K != K] + points
     return fresh

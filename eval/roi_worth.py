@@ -4,24 +4,14 @@ from dataclasses import asdict
 from typing import Any
 
 from eval import roi_refuse as refuse
-from eval.roi_plan import (
-    BATCHES,
-    DRAWS,
-    PLAIN,
-    Method,
-    Planner,
-    Point,
-    acceptance_factors,
-    bounded,
-    by_load,
-    check,
-    chosen,
-    sensitivity,
-    winning,
-)
+from eval.roi_loads import by_load, chosen, sensitivity, winning
+from eval.roi_plan import DRAWS, PLAIN, Method, Planner, Point, acceptance_factors, bounded, check
 from recipes import money
 
 SCHEMA = "drafthouse.roi/1"
+FAR = 2.0  # times the longest measured context, or a part of the shortest, from which the plan says so
+ONE_BATCH = ("what is saved cannot be said (9): all steps are of one batch, and plain decoding may reach as much with "
+             "another; measure the largest planned batch too")
 
 
 def worth(planner: Planner, methods: list[Method], target: str, training_hours: float | None,
@@ -46,36 +36,50 @@ def worth(planner: Planner, methods: list[Method], target: str, training_hours: 
         "points": {name: [asdict(p) for p in own] for name, own in points.items()},
         "curves": curves,
         "wins": {name: {"likely": winning(c), "sure": winning(c, "low")} for name, c in curves.items()},
-        "choice": chosen(planner, methods), "notes": notes(planner, methods, best),
+        "choice": chosen(planner, methods), "notes": notes(planner, methods, best, target),
+        "sides": {name: side(planner, p) for name, p in best.items()},
     }
     plan["money"] = {m.name: value(planner, m, best, training_hours, hours_from) for m in methods if m.name in best}
-    plan["loads"] = by_load(planner, best) if best else []
+    across = planner.calibration.across_batches
+    plan["loads"] = by_load(planner, best) if best and across else []
     plan["sensitivity"] = ({m.name: sensitivity(planner, m) for m in methods if m.name in best}
-                           if section.price_per_gpu_hour else {})
+                           if section.price_per_gpu_hour and across else {})
     plan["prose"] = prose(planner, methods, plan)
     return plan
+
+
+def side(planner: Planner, point: Point) -> dict[str, Any]:
+    """$ per million at full load, GPUs and $ per million at the demand, of one configuration."""
+    s = planner.section
+    found: dict[str, Any] = {"full_load": None, "at_demand": None}
+    if s.price_per_gpu_hour:
+        found["full_load"] = planner.dollars_at_full_load(point)
+    if s.demand_tok_s:
+        gpus = planner.gpus(point, s.demand_tok_s)
+        found["at_demand"] = {"gpus": gpus, "prefill_gpus": planner.prefill_gpus(s.demand_tok_s)}
+        if s.price_per_gpu_hour:
+            found["at_demand"]["dollars_per_million"] = money.dollars_per_million(gpus * s.price_per_gpu_hour,
+                                                                                  s.demand_tok_s)
+    return found
 
 
 def value(planner: Planner, method: Method, best: dict[str, Point], hours: float | None, hours_from: str,
           ) -> dict[str, Any]:
     """GPUs and dollars of one method beside plain decoding, each at its best under the same SLO."""
     s, ours, plain = planner.section, best[method.name], best.get(PLAIN.name)
-    price, ranks = s.price_per_gpu_hour, planner.place.keep.ranks
+    price = s.price_per_gpu_hour
     found: dict[str, Any] = {"full_load": {}, "at_demand": {}, "saving": None, "payback_days": None}
     for name, point in (("plain", plain), ("speculative", ours)):
-        if point and price:
-            found["full_load"][name] = money.dollars_per_million(price * ranks, point.tok_s)
-        if point and s.demand_tok_s:
-            gpus = planner.gpus(point, s.demand_tok_s)
-            found["at_demand"][name] = {"gpus": gpus, "prefill_gpus": planner.prefill_gpus(s.demand_tok_s)}
-            if price:
-                found["at_demand"][name]["dollars_per_million"] = money.dollars_per_million(gpus * price,
-                                                                                            s.demand_tok_s)
+        for key, figure in (side(planner, point) if point else {}).items():
+            if figure is not None:
+                found[key][name] = figure
     if not plain:
         return found | {"no_saving": "no plain configuration keeps the SLO: what is saved against it cannot be said"}
+    if not planner.calibration.across_batches:
+        return found | {"no_saving": ONE_BATCH}
     refuse.unfair_saving(plain.tok_s, s.slo_ms, s.slo_ms)
     draws = planner.calibration.fit.draws(DRAWS)
-    found["saving"] = {"share": 1 - plain.tok_s / ours.tok_s,
+    found["saving"] = {"share": 1 - planner.token_seconds(ours) / planner.token_seconds(plain),
                        "interval": planner.saving(method, draws, acceptance_factors(method), ours, plain)}
     if s.demand_tok_s:
         before, after = (found["at_demand"][n]["gpus"] for n in ("plain", "speculative"))
@@ -84,21 +88,24 @@ def value(planner: Planner, method: Method, best: dict[str, Point], hours: float
             found["saved_in_days"] = {"days": s.days, "dollars": 24 * s.days * price * (before - after)}
         if hours is not None:
             found["training"] = {"gpu_hours": hours, "from": hours_from}
-            found["payback_days"] = money.payback_days(hours, before, after, s.training_price_per_gpu_hour or price
-                                                       or 1.0, price or 1.0)
+            prices = (s.training_price_per_gpu_hour or price, price) if price else (1.0, 1.0)
+            found["payback_days"] = money.payback_days(hours, before, after, *prices)
     return found
 
 
-def notes(planner: Planner, methods: list[Method], best: dict[str, Point]) -> list[str]:
+def notes(planner: Planner, methods: list[Method], best: dict[str, Point], target: str) -> list[str]:
     """What a reader must know to use the figures."""
     s, found, calibration = planner.section, [], planner.calibration
     if not calibration.across_batches:
-        found.append(f"all steps were measured at batch {calibration.batches[0]}: figures of other batches rest on the "
-                     "model alone; measure the largest planned batch with its longest draft too")
+        found.append(f"all steps were measured at batch {calibration.batches[0]}: nothing is planned at another one; "
+                     "measure the largest planned batch with its longest draft too")
+    found += carried(planner, methods, target)
     found.append(f"no step of more than {refuse.WIDEST * calibration.largest:,.0f} verified tokens is planned, twice "
                  "the largest measured")
     if not s.price_per_gpu_hour:
-        found.append("no price was given: no dollars; set roi.price_per_gpu_hour")
+        found.append("no price was given: no dollars; set roi.price_per_gpu_hour"
+                     + ("; days to pay back are counted in GPU hours, whatever they cost"
+                        if s.training_price_per_gpu_hour else ""))
     if s.price_kind == "spot":
         found.append(f"a spot price is held constant over {s.days:g} days")
     for name, point in best.items():
@@ -120,15 +127,39 @@ def notes(planner: Planner, methods: list[Method], best: dict[str, Point]) -> li
     return found
 
 
+def carried(planner: Planner, methods: list[Method], target: str) -> list[str]:
+    """Where the constants are used for something else than they were measured with."""
+    steps, s, found = planner.calibration.steps, planner.section, []
+    if steps.target.get("model") != target:
+        found.append(f"the steps are of {steps.target.get('model')}: an engine's constants carry over to another "
+                     "target, within what docs/roi.md states")
+    measured = [p.context for p in steps.points if not p.held_out]
+    served = s.input_tokens + s.output_tokens / 2
+    if not min(measured) / FAR <= served <= max(measured) * FAR:
+        found.append(f"the traffic's mean context of {served:,.0f} tokens is far from the {min(measured):,.0f} to "
+                     f"{max(measured):,.0f} of the steps: measure there")
+    timed = steps.draft().kind
+    for method in methods:
+        if method.draft.kind not in (timed, "none"):
+            found.append(f"{method.name}: the steps are of {timed}, so its own drafting, {method.draft.kind}, was not "
+                         "timed: its speed rests on the model")
+    return found
+
+
 def at_limit(planner: Planner, point: Point) -> bool:
     """Whether it is the measured range, and not memory, that keeps a larger batch out of the plan."""
-    more = next((b for b in BATCHES if b > point.batch), None)
+    more = next((b for b in planner.candidates if b > point.batch), None)
     return (more is not None and planner.memory(PLAIN, more) <= planner.section.memory_share * planner.memory_bytes
             and more * (point.K + 1) > refuse.WIDEST * planner.calibration.largest)
 
 
 def spans(intervals: list[list[int]]) -> str:
     return ", ".join(f"{a} to {b}" if a != b else str(a) for a, b in intervals)
+
+
+def looked_at(curve: list[dict[str, Any]]) -> str:
+    first, last = curve[0]["batch"], curve[-1]["batch"]
+    return f"batches {first} to {last} were" if first < last else f"batch {first} alone was"
 
 
 def prose(planner: Planner, methods: list[Method], plan: dict[str, Any]) -> list[str]:
@@ -142,11 +173,14 @@ def prose(planner: Planner, methods: list[Method], plan: dict[str, Any]) -> list
         if wins["likely"]:
             sure = f", surely at {spans(wins['sure'])}" if wins["sure"] else ", nowhere beyond doubt"
             said.append(f"{method.name} is faster than plain decoding at batches {spans(wins['likely'])}{sure}; "
-                        f"batches 1 to {curve[-1]['batch']} were looked at.")
+                        f"{looked_at(curve)} looked at.")
         else:
-            said.append(f"{method.name} is slower than plain decoding at every batch from 1 to {curve[-1]['batch']}.")
+            said.append(f"{method.name} is slower than plain decoding; {looked_at(curve)} looked at.")
         worth_of = plan["money"].get(method.name)
-        if not worth_of or not worth_of["saving"]:
+        if not worth_of:
+            continue
+        if not worth_of["saving"]:
+            said.append(f"{method.name}: {worth_of['no_saving']}.")
             continue
         share, (low, high) = worth_of["saving"]["share"], worth_of["saving"]["interval"]
         ours, plain = plan["best"][method.name], plan["best"][PLAIN.name]

@@ -77,7 +77,7 @@ class Asking:
             return self.drop(name, question, "ids outside the vocabulary")
         if len(ids) > self.room:
             return self.drop(name, question, "prompt beyond the context",
-                             f"{len(ids)} tokens, the target's context leaves {self.room}")
+                             f"{len(ids)} tokens, the context leaves {self.room}")
         return Row(name, question, number, ids, history,
                    question.ids is None or ids[-len(self.ending):] == self.ending)
 

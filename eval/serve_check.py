@@ -1,25 +1,27 @@
 """`make serve-check`: a real vLLM serves the exported drafter, and its acceptance is the report's.
 
-Run as `python -m eval.serve_check --config RECIPE`. Every layout of export.formats is served in a process and over
-HTTP, on the prompts of eval/report.json. Writes runs/<name>/serve/report.json (docs/serve-check.md).
+Run as `python -m eval.serve_check --config RECIPE`. Every layout of export.formats that vLLM loads is served in a
+process and over HTTP, on the prompts of eval/report.json. Writes runs/<name>/serve/report.json (docs/serve-check.md).
 """
 
+import gc
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from data.chat import prompt_ids
-from data.prompts import Prompt, evaluation_prompts
+from data.prompts import evaluation_prompts
 from drafters.export.check import read_config
-from drafters.export.layouts import LAYOUTS
+from drafters.export.engines import method_of
 from drafters.export.write import ORIGIN
-from drafters.placement import on_one_process
+from drafters.placement import on_the_cpu
 from drafters.target import Target
-from eval.engine_run import Answers, Job, offline, over_http
-from eval.ship import CHECK, digests, proven
-from recipes.cli import Command, process, run_dir
+from eval.engine_run import Answers, Job, job_for, offline, over_http, stoppable
+from eval.plans import in_words
+from eval.ship import CHECK, check_formats, digests, evaluated_as, loaded_by_vllm, proven
+from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file, sha256_json, write_json
 from recipes.schema import Recipe, opt
@@ -39,46 +41,64 @@ class Options:
 
 @dataclass
 class Expected:
-    """What the evaluation found, and on which prompts."""
+    """What the evaluation found, on which prompts; `names` and `ids` belong together."""
 
+    report: dict[str, Any]
     per_position: list[float]
     drafted: int
     max_tokens: int
-    prompts: list[Prompt]
+    names: list[str]
     ids: list[list[int]]
     sha256: str
 
 
 def expected(recipe: Recipe, folder: Path, target: Target) -> Expected:
-    """The report's numbers with its prompts' ids, which are made again and must be the same (cases 45, 53).
+    """The report's numbers with its prompts' ids (cases 45, 53).
 
-    Raises ConfigError where there is no report, RunError where it is of another target or other prompts.
+    Raises ConfigError where there is no report, or one of drafts that no engine makes here; RunError where it is of
+    another target or other prompts.
     """
     path = folder / "eval" / "report.json"
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        total, settings = report["total"], report["settings"]
-        prompts, _ = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
-        ids = [prompt_ids(target.tokenizer, p.messages, p.tools) for p in prompts]
+        total, settings, plan = report["total"], report["settings"], report["settings"]["plan"]
+        if plan["kind"] != "chain" or plan["confidence"]:
+            raise ConfigError(f"{path}: was made with {in_words(plan)}; engines draft plain chains: run `make eval` "
+                              "with eval.choose: given, eval.tree.depth: 0, eval.tree.paths: [], eval.confidence: 0")
         if report["target"]["fingerprint"] != target.fingerprint():
             raise RunError(f"{path}: was made with another target; run `make eval`")
+        if settings.get("lossy"):
+            raise RunError(f"{path}: of typical acceptance, which engines do not have; run `make eval` with "
+                           "eval.acceptance: exact")
+        names, ids = asked(recipe, folder, target)
         if settings["prompt_ids_sha256"] != sha256_json(ids):
-            raise RunError(f"{path}: eval.prompts, eval.limit or the chat template give other ids than were evaluated; "
-                           "run `make eval`")
-        return Expected(total["acceptance"]["per_position"], settings["draft_length"], settings["max_tokens"], prompts,
-                        ids, sha256_file(path))
+            raise RunError(f"{path}: eval.prompts, eval.sets, eval.limit or the chat template give other ids than were "
+                           "evaluated; run `make eval`")
+        return Expected(report, total["acceptance"]["per_position"], settings["draft_length"], settings["max_tokens"],
+                        names, ids, sha256_file(path))
     except (OSError, ValueError):
         raise ConfigError(f"{path}: no evaluation here; run `make eval` first") from None
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path}: {error!r} missing; run `make eval` again") from None
 
 
+def asked(recipe: Recipe, folder: Path, target: Target) -> tuple[list[str], list[list[int]]]:
+    """Names and ids of what was evaluated. Those of eval.prompts are made again; of eval.sets, whose later turns hold
+    answers that only the evaluation knows, they are what it wrote down."""
+    if not recipe.eval.sets:
+        prompts, _ = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
+        return [p.id for p in prompts], [prompt_ids(target.tokenizer, p.messages, p.tools) for p in prompts]
+    rows = [json.loads(line) for line in (folder / "eval" / "sent.jsonl").read_text(encoding="utf-8").splitlines()]
+    turns = [f", turn {row['round'] + 1}" if row["round"] else "" for row in rows]
+    return [f"{row['set']}: {row['id']}{turn}" for row, turn in zip(rows, turns)], [row["ids"] for row in rows]
+
+
 def exports(recipe: Recipe, folder: Path) -> dict[str, Path]:
-    """The proven exports of the recipe's formats. ConfigError where one is missing or changed."""
+    """The proven exports of the recipe's formats, those that vLLM does not load left out. ConfigError where one is
+    missing or changed, and where vLLM loads none."""
+    check_formats(recipe)
     found = {}
-    for layout in recipe.export.formats:
-        if layout not in LAYOUTS:
-            raise ConfigError(f"export.formats: {layout!r}: known layouts: {', '.join(LAYOUTS)}")
+    for layout in loaded_by_vllm(recipe.export.formats):
         out = folder / "export" / layout
         if not proven(folder / "export" / f"{layout}-{CHECK}", None, digests(out)):
             raise ConfigError(f"{out}: not what `make export` checked last; run it first")
@@ -97,7 +117,7 @@ def first_difference(ids: list[str], ours: list[list[int]], theirs: list[list[in
 
 def judge(name: str, plain: Answers, found: Answers, wanted: Expected) -> dict[str, Any]:
     """One engine run against the engine without a drafter and the report. `problems`: why it fails, a sentence each."""
-    differs = first_difference([p.id for p in wanted.prompts], plain.tokens, found.tokens)
+    differs = first_difference(wanted.names, plain.tokens, found.tokens)
     problems = []
     if differs:
         same = sum(a == b for a, b in zip(plain.tokens, found.tokens))
@@ -121,32 +141,46 @@ def rounded(rates: list[float]) -> list[float]:
     return [round(rate, 3) for rate in rates]
 
 
+def prepared(recipe: Recipe, options: Options, folder: Path) -> tuple[Job, Expected, dict[str, Path]]:
+    """The job without a drafter, what is expected of it and the exports. The target is loaded on the CPU, and gone
+    when this returns: an engine needs the memory.
+
+    RunError where an export is of another checkpoint than the evaluation.
+    """
+    target = Target(on_the_cpu(recipe.target), None)
+    wanted, found = expected(recipe, folder, target), exports(recipe, folder)
+    for out in found.values():
+        if not evaluated_as(read_config(out / ORIGIN), wanted.report, recipe, folder, target.fingerprint()):
+            raise RunError(f"{out}: exported from another checkpoint than eval/report.json is of, or evaluated with "
+                           "other settings; export and evaluate again")
+    job = job_for(target, wanted.ids, wanted.max_tokens, wanted.drafted, options.engine)
+    del target
+    gc.collect()  # its hooks refer to it
+    return job, wanted, found
+
+
 def check(recipe: Recipe, options: Options, folder: Path, say=print) -> dict[str, Any]:
     """The report of runs/<name>/serve/report.json. Raises RunError where an engine does not run at all."""
     python = shutil.which(options.python)
     if not python:
         raise ConfigError(f"--python {options.python}: no such program; `make serve-check` builds .venv-vllm")
-    target = Target(on_one_process(recipe.target), None)
-    wanted, found = expected(recipe, folder, target), exports(recipe, folder)
+    job, wanted, found = prepared(recipe, options, folder)
     place = folder / "serve"
     place.mkdir(exist_ok=True)
     threads = recipe.target.threads or 2
-    longest = max(map(len, wanted.ids)) + wanted.max_tokens + wanted.drafted + 1
-    engine_arguments = {"max_model_len": min(target.max_length, max(512, longest)), **options.engine}
 
-    def job(drafter: Path | None) -> Job:
-        return Job(target.path, None if drafter is None else str(drafter.resolve()), wanted.drafted, wanted.ids,
-                   wanted.max_tokens, target.end_ids, recipe.target.dtype, engine_arguments,
-                   parallel=recipe.drafter.kind == "parallel")
+    def with_drafter(layout: str, out: Path) -> Job:
+        return replace(job, drafter=str(out.resolve()), method=method_of(layout),
+                       parallel=recipe.drafter.kind == "parallel")
 
     say(f"vLLM without a drafter, {len(wanted.ids)} prompts")
-    plain = offline(python, job(None), threads, place / "plain.log")
+    plain = offline(python, job, threads, place / "plain.log")
     rows, engine = [], plain.engine
     for layout, out in found.items():
         ways = {"offline": offline, "http": over_http} if options.http else {"offline": offline}
         for way, run in ways.items():
             name = f"{layout}, {way}"
-            answers = run(python, job(out), threads, place / f"{layout}-{way}.log")
+            answers = run(python, with_drafter(layout, out), threads, place / f"{layout}-{way}.log")
             rows.append({"layout": layout, "way": way, "dtype": read_config(out / ORIGIN)["dtype"]}
                         | judge(name, plain, answers, wanted))
             say(f"{name}: {'same ids' if rows[-1]['greedy_equal'] else 'OTHER IDS'}, {answers.drafts} drafts, "
@@ -155,16 +189,17 @@ def check(recipe: Recipe, options: Options, folder: Path, say=print) -> dict[str
         "schema": SCHEMA, "passed": not any(row["problems"] for row in rows),
         "greedy_equal": all(row["greedy_equal"] for row in rows),
         "per_position_report": wanted.per_position, "per_position_engine": rows[0]["per_position"],
-        "tolerance": TOLERANCE, "engine": engine | {"dtype": recipe.target.dtype, "arguments": engine_arguments},
-        "report_sha256": wanted.sha256, "prompt_ids": [p.id for p in wanted.prompts],
+        "tolerance": TOLERANCE, "engine": engine | {"dtype": recipe.target.dtype, "arguments": job.engine},
+        "report_sha256": wanted.sha256, "prompt_ids": wanted.names,
         "prompt_ids_sha256": sha256_json(wanted.ids), "draft_length": wanted.drafted, "max_tokens": wanted.max_tokens,
         "exports": {layout: digests(out) for layout, out in found.items()}, "plain_seconds": plain.seconds,
         "checks": rows}
 
 
 def main(recipe: Recipe, switches: set[str], options: Options) -> None:
-    folder = run_dir(recipe)
-    report = check(recipe, options, folder)
+    folder = run_folder(recipe)
+    with stoppable():
+        report = check(recipe, options, folder)
     path = folder / "serve" / "report.json"
     write_json(path, report)
     print(f"report: {path}")

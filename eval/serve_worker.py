@@ -1,7 +1,7 @@
 """One vLLM engine that answers a job's prompts greedily, as a process of the environment that has vLLM.
 
 `python -P eval/serve_worker.py JOB RESULT`: JOB holds {model, drafter (folder or null), drafted, prompts (token ids),
-max_tokens, stop, dtype, engine, chats (messages), parallel}; RESULT is {tokens, drafts, accepted (by position),
+max_tokens, stop, dtype, engine, chats (messages), method, parallel}; RESULT is {tokens, drafts, accepted (by position),
 version, torch, device, seconds, rendered (ids of the chats)}, or {error}. Imports nothing of the project, whose
 packages are not installed there.
 """
@@ -41,7 +41,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
 
     more = {}
     if job["drafter"] is not None:
-        more["speculative_config"] = {"method": "eagle3", "model": job["drafter"],
+        more["speculative_config"] = {"method": job["method"], "model": job["drafter"],
                                       "num_speculative_tokens": job["drafted"], "draft_tensor_parallel_size": 1}
         if job["parallel"]:
             more["speculative_config"]["parallel_drafting"] = True

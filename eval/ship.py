@@ -9,24 +9,32 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from data.batching import collate
 from data.chat import prompt_ids
+from data.evalsets import read_sets
 from data.prompts import evaluation_prompts
-from data.reader import open_manifest
+from data.reader import open_manifest, open_rows, with_states
 from drafters import checkpoint, imported
 from drafters.export.check import read_config
 from drafters.export.engines import ENGINES, serving
-from drafters.export.layouts import LAYOUTS, Served
-from drafters.export.write import CONFIG, ORIGIN, WEIGHT_FILE, check_folder, export_layout, same_drafter
+from drafters.export.layouts import LAYOUTS, Served, layouts_of
+from drafters.export.write import CONFIG, ORIGIN, check_folder, export_layout, same_drafter
 from drafters.placement import on_one_process
-from drafters.registry import require_training
+from drafters.registry import entry, require_training
 from drafters.target import Target
 from eval.decode import Decoder
+from eval.earlier import key_of
+from eval.figures import spread
 from eval.metrics import Acceptance
+from eval.plans import check_longest
 from eval.reader import read_acceptance
-from eval.run import spread
-from recipes.cli import Command, process, run_dir
+from eval.replay import walk
+from eval.witnesses import answer_of, row_prompt, walked
+from recipes.cli import Command, process, run_folder, write_resolved
 from recipes.errors import ConfigError, RunError
-from recipes.files import sha256_file, sha256_json, write_json
+from recipes.files import one_at_a_time, sha256_file, sha256_json, write_json
 from recipes.schema import Recipe
 
 CHECK = "check.json"
@@ -42,18 +50,55 @@ def compare(recipe: Recipe, target: Target, source: Path, exported: Path) -> dic
     chosen = [prompts[i] for i in spread(prompts, section.check_prompts)]
     ids = [prompt_ids(target.tokenizer, p.messages, p.tools) for p in chosen]
     drafter = checkpoint.load(source, target)
+    check_longest(K, drafter, "eval.draft_length")
     outputs = Decoder(target, section.check_tokens).speculative(ids, drafter, K)
     ours = sum((o.acceptance for o in outputs), Acceptance(K))
     reading = read_acceptance(exported, target.model, ids, K, section.check_tokens, target.end_ids)
     theirs = Acceptance(K, reading.drafts, list(reading.accepted_per_position))
     same = sum(a.tokens == b for a, b in zip(outputs, reading.tokens))
     worst = max(abs(a - b) for a, b in zip(ours.per_position, theirs.per_position))
-    if worst > section.tolerance:
+    if not ours.drafts or not theirs.drafts:
+        raise RunError(f"{exported}: {ours.drafts} drafts by our loop and {theirs.drafts} by the independent reader: "
+                       "nothing was compared; set export.check_tokens to 2 or more, or choose other eval.prompts")
+    if not worst <= section.tolerance:
         raise RunError(f"{exported}: an independent reader accepts {rounded(theirs)} per position where our loop "
                        f"accepts {rounded(ours)} (export.tolerance = {section.tolerance}); the export does not serve "
                        "what was trained")
     return {"prompts": len(ids), "drafts": ours.drafts, "loop": ours.per_position, "reader": theirs.per_position,
             "mean_length": {"loop": ours.mean_length, "reader": theirs.mean_length}, "same_text": same}
+
+
+def compare_validation(recipe: Recipe, folder: Path, target: Target, source: Path, exported: Path) -> dict[str, Any]:
+    """Acceptance by validation's replay over stored rows, and by the reader that answers their prompts itself.
+
+    RunError where they are apart at position 1: what training reported would not be served (case 12). One draft more
+    than export.tolerance may fall the other way, at a near-tie; a row that the reader answers otherwise is left out.
+    """
+    section, K = recipe.export, min(recipe.eval.draft_length, recipe.train.validation_draft_length)
+    reader = with_states(open_rows(recipe.trace, folder), recipe.trace, folder, target)
+    rows = [row for row in map(reader.__getitem__, reader.split("validation")) if walked(row, K)]
+    drafter, ours, theirs, parted = checkpoint.load(source, target), Acceptance(K), Acceptance(K), 0
+    for row in (rows[i] for i in spread(rows, section.check_prompts)):
+        answer = answer_of(row)
+        asked, later = answer[: section.check_tokens], answer[section.check_tokens :]
+        reading = read_acceptance(exported, target.model, [row_prompt(row)], K, len(asked), target.end_ids)
+        if reading.tokens != [asked]:
+            parted += 1
+            continue
+        with torch.no_grad():
+            tokens, _, valid = drafter.chains(collate([row]).to(target.device, target.dtype), K)
+        ours = ours + walk(tokens[0][valid[0]].tolist(), asked, later + row.tail, K)
+        theirs = theirs + Acceptance(K, reading.drafts, list(reading.accepted_per_position))
+    if not ours.drafts:
+        raise RunError(f"{exported}: no validation row could be compared ({parted} of {len(rows)} are answered "
+                       "otherwise now): `make doctor` names the stage")
+    apart = abs(ours.per_position[0] - theirs.per_position[0])
+    if not apart <= section.tolerance + 1 / ours.drafts:
+        raise RunError(f"{exported}: at position 1 validation accepts {ours.per_position[0]:.3f} and an independent "
+                       f"reader {theirs.per_position[0]:.3f} of the same rows (allowed: export.tolerance = "
+                       f"{section.tolerance} and one draft): what training reported would not be served; "
+                       "`make doctor` names the stage")
+    return {"drafts": ours.drafts, "replay": ours.per_position, "reader": theirs.per_position, "parted": parted}
 
 
 def rounded(counts: Acceptance) -> list[float]:
@@ -77,7 +122,7 @@ def check_engines(recipe: Recipe, layout: str, keys: dict[str, Any], target_laye
 def served(recipe: Recipe, target: Target, layers: list[int]) -> Served:
     """What the layouts state of this target."""
     return Served(layers, target.fingerprint(), target.embedding.cpu(), list(target.model.config.architectures or []),
-                  recipe.eval.draft_length)
+                  recipe.eval.draft_length, target.head_weight.cpu())
 
 
 def export(recipe: Recipe, folder: Path, layout: str, target: Target, layers: list[int], again: bool = False) -> Path:
@@ -89,8 +134,10 @@ def export(recipe: Recipe, folder: Path, layout: str, target: Target, layers: li
     if not weights.is_file():
         raise ConfigError(f"{weights}: no such checkpoint")
     out, proof = folder / "export" / layout, folder / "export" / f"{layout}-{CHECK}"
-    settings = asdict(recipe.export) | {"formats": [], "draft_length": recipe.eval.draft_length}
-    key = sha256_json([sha256_file(weights), settings, recipe.eval.prompts, target.fingerprint()])
+    settings = asdict(recipe.export) | {"formats": [], "draft_length": recipe.eval.draft_length,
+                                        "validation": recipe.train.validation_draft_length}
+    digest = checkpoint.digest_of(sha256_file(weights), checkpoint.read_meta(source))
+    key = sha256_json([digest, settings, recipe.eval.prompts, target.fingerprint()])
     if proven(proof, key, digests(out)) and not again:
         print(f"exported before: {out}")
         return out
@@ -104,6 +151,8 @@ def export(recipe: Recipe, folder: Path, layout: str, target: Target, layers: li
     keys, meta = LAYOUTS[layout].flat(read_config(out / CONFIG)), checkpoint.read_meta(source)
     engines = check_engines(recipe, layout, keys, meta["shape"]["target_layers"])
     result = compare(recipe, target, source, out) if recipe.export.check else {}
+    if result and not recipe.drafter.path:
+        result["validation"] = compare_validation(recipe, folder, target, source, out)
     write_json(proof, {"key": key, "files": digests(out), "engines": engines, **result})
     print(f"{'checked' if again else 'exported'}: {out}")
     for engine, reasons in engines.items():
@@ -122,7 +171,7 @@ def digests(folder: Path) -> dict[str, str]:
 def exports_here(recipe: Recipe, folder: Path) -> dict[str, Path]:
     """The folders of export.formats that were written."""
     found = {layout: folder / "export" / layout for layout in recipe.export.formats}
-    return {layout: out for layout, out in found.items() if (out / WEIGHT_FILE).is_file()}
+    return {layout: out for layout, out in found.items() if (out / LAYOUTS[layout].weights).is_file()}
 
 
 def proven(proof: Path, key: str | None, files: dict[str, str]) -> bool:
@@ -131,21 +180,60 @@ def proven(proof: Path, key: str | None, files: dict[str, str]) -> bool:
         stored = json.loads(proof.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return WEIGHT_FILE in files and key in (None, stored.get("key")) and stored.get("files") == files
+    written = any(name.endswith(".safetensors") for name in files)
+    return written and key in (None, stored.get("key")) and stored.get("files") == files
+
+
+def evaluated_as(origin: dict[str, Any], report: dict[str, Any], recipe: Recipe, run: Path,
+                 fingerprint: dict[str, str]) -> bool:
+    """Whether a report is of the checkpoint that an export (`origin`: its provenance.json) was made from, with the
+    recipe's evaluation prompts and settings and this target (cases 36, 50)."""
+    sets = read_sets(recipe.eval, run / "eval" / "sets", recipe.prompts.max_bad_share)
+    digest = checkpoint.digest_of(origin["checkpoint_sha256"], origin)
+    return report["settings"].get("key") == key_of(digest, recipe.eval, sets, fingerprint)
+
+
+def check_formats(recipe: Recipe) -> None:
+    """ConfigError, with its value, where export.formats names what is no layout, or none of the recipe's kind."""
+    formats, kind = recipe.export.formats, recipe.drafter.kind
+    if set(formats) - LAYOUTS.keys():
+        raise ConfigError(f"export.formats = {formats}: known layouts: {', '.join(LAYOUTS)}")
+    own = layouts_of(kind)
+    if entry(kind).trained and set(formats) - set(own):
+        raise ConfigError(f"export.formats = {formats}: a drafter of kind {kind} has the layouts {', '.join(own)}")
+
+
+def loaded_by_vllm(formats: list[str]) -> list[str]:
+    """Those of these layouts that vLLM loads; the others are named in a line. ConfigError where none is left."""
+    loads = ENGINES["vllm"].layouts
+    left, others = ([one for one in formats if (one in loads) == loaded] for loaded in (True, False))
+    if not left:
+        raise ConfigError(f"export.formats = {formats}: vLLM loads none of these; it loads {', '.join(loads)}")
+    if others:
+        print(f"vLLM does not load {', '.join(others)}: left out")
+    return left
 
 
 def main(recipe: Recipe, switches: set[str]) -> None:
-    unknown = [layout for layout in recipe.export.formats if layout not in LAYOUTS]
-    if unknown or not recipe.export.formats:
-        raise ConfigError(f"export.formats = {recipe.export.formats}: known layouts: {', '.join(LAYOUTS)}")
-    folder = run_dir(recipe)
-    target = Target(on_one_process(recipe.target), recipe.trace.layers)
+    check_formats(recipe)
+    if not recipe.export.formats:
+        raise ConfigError(f"export.formats = []: known layouts: {', '.join(LAYOUTS)}")
+    folder = run_folder(recipe)
+    with one_at_a_time(folder / "export"):
+        export_all(recipe, folder, again="check" in switches)
+
+
+def export_all(recipe: Recipe, folder: Path, again: bool) -> None:
+    """Every layout of export.formats, in a run's folder whose exports are this process's alone."""
+    read = entry(recipe.drafter.kind)
+    target = Target(on_one_process(recipe.target), read.shown(recipe.trace.layers))
     imported.chosen(recipe.drafter, folder, target)  # taps the target where the drafter says it is to be tapped
     layers = target.layers
-    if not recipe.drafter.path:
+    if not recipe.drafter.path and read.reads == "taps":
         layers = open_manifest(recipe.trace, folder)["layers"]
+    write_resolved(recipe, ["export"])
     for layout in recipe.export.formats:
-        export(recipe, folder, layout, target, layers, again="check" in switches)
+        export(recipe, folder, layout, target, layers, again)
 
 
 COMMAND = Command("make export", "Writes a trained drafter in the layouts that engines load.", main,

@@ -4,89 +4,114 @@ Interleaving lets all of them see the same machine; figures are sums over prompt
 """
 
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
 from drafters.base import Drafter
 from drafters.fast_cpu import GROUPED
 from drafters.target import Target
 from drafters.tree import Plan, planned
+from eval.clock import now
 from eval.decode import Decoder, Output
 
 PLAIN, SPECULATIVE, TRANSFORMERS = "drafthouse plain loop", "speculative", "transformers generate"
+REPEATS = 15  # timed calls of a step, of which the median counts
+WARM_TOKENS = 4  # a few passes, so that no engine is the first of its batch size
 SMALLEST_N = {"p50": 10, "p95": 100, "p99": 500}  # samples below which a percentile says nothing
 
 
 @dataclass
 class Timing:
-    """Seconds and kept tokens of each timed prompt, first-token and inter-token times in ms."""
+    """Seconds and kept tokens of each timed prompt, and in ms: times to the first token, between two tokens, and
+    between two bursts, tokens that appear together. Their answers, for counts."""
 
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
     itl_ms: list[float] = field(default_factory=list)
+    burst_ms: list[float] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
 
     @property
     def tok_s(self) -> float:
         return sum(self.tokens) / sum(self.seconds) if self.seconds else 0.0
 
     def add(self, began: float, out: Output) -> None:
-        """A burst of n tokens that appears together counts as n intervals of a n-th of the time since the last."""
+        """A burst of n tokens counts as n intervals of a n-th of the time since the last."""
+        self.outputs.append(out)
         self.seconds.append(out.times[-1][0] - began)
         self.tokens.append(len(out.tokens))
         self.ttft_ms.append((out.times[0][0] - began) * 1e3)
-        for (before, _), (now, n) in zip(out.times, out.times[1:]):
-            self.itl_ms += [(now - before) * 1e3 / n] * n
+        for (before, _), (after, n) in zip(out.times, out.times[1:]):
+            self.burst_ms.append((after - before) * 1e3)
+            self.itl_ms += [self.burst_ms[-1] / n] * n
+
+    def latency(self, name: str) -> dict[str, Any]:
+        """Percentiles of ttft_ms, itl_ms or burst_ms; of itl_ms each burst is one time measured, whatever its size."""
+        return percentiles(getattr(self, name), len(self.burst_ms) if name == "itl_ms" else None)
 
 
 def interleaved(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan | int, max_tokens: int,
-                progress: Callable[[], None]) -> dict[str, Timing]:
-    """Times every prompt with each engine in turn; the first prompt runs once before, uncounted."""
-    decoder = Decoder(target, max_tokens)
-    timings = {PLAIN: Timing(), SPECULATIVE: Timing(), TRANSFORMERS: Timing()}
+                progress: Callable[[], None], **how: Any) -> dict[str, Timing]:
+    """Times every prompt with each engine in turn; the first prompt runs once before, uncounted. how: of the Decoder.
+    """
+    decoder = Decoder(target, max_tokens, **how)
+    works = {PLAIN: lambda prompt: decoder.plain([prompt])[0],
+             SPECULATIVE: lambda prompt: decoder.speculative([prompt], drafter, plan)[0],
+             TRANSFORMERS: lambda prompt: generate(target, prompt, max_tokens)}
+    timings = {name: Timing() for name in works}
     for warm, prompt in [(True, prompts[0]), *((False, p) for p in prompts)]:
-        for name, timing in timings.items():
-            began = time.perf_counter()
-            if name == TRANSFORMERS:
-                out = generate(target, prompt, max_tokens)
-            elif name == PLAIN:
-                out = decoder.plain([prompt])[0]
-            else:
-                out = decoder.speculative([prompt], drafter, plan)[0]
+        for name, work in works.items():
+            with as_loaded(target) if name == TRANSFORMERS else nullcontext():
+                began = now(target.device)
+                out = work(prompt)
             if not warm:
-                timing.add(began, out)
+                timings[name].add(began, out)
         progress()
     return timings
 
 
-def generate(target: Target, prompt: list[int], max_tokens: int) -> Output:
-    """transformers' own greedy generate with its own attention, as an Output (times of first and last token only)."""
-    out, model = Output(), target.model
+@contextmanager
+def as_loaded(target: Target) -> Iterator[None]:
+    """The model with transformers' own attention, and with no generation settings but its end tokens: a repetition
+    penalty that it was published with acts on greedy text too, and the loop does not apply it."""
+    model, settings, ends = target.model, target.model.generation_config, target.end_ids
+    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0)
     if target.grouped:
         model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.generation_config = settings
+        if target.grouped:
+            model.set_attn_implementation(GROUPED)
+
+
+def generate(target: Target, prompt: list[int], max_tokens: int) -> Output:
+    """transformers' own greedy generate as an Output, the time of the whole answer alone; inside `as_loaded`."""
     ids = torch.tensor([prompt], device=target.device)
-    result = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,
-                            eos_token_id=target.end_ids, pad_token_id=target.end_ids[0])
-    if target.grouped:
-        model.set_attn_implementation(GROUPED)
-    out.tokens = result[0, len(prompt):].tolist()
-    out.times = [(time.perf_counter(), len(out.tokens))]
-    return out
+    result = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens,
+                                   do_sample=False)
+    tokens = result[0, len(prompt):].tolist()
+    return Output(tokens, times=[(now(target.device), len(tokens))])
 
 
-def medians_in_turns(works: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float]:
-    """Median milliseconds of each call, taken in turns so that all meet the same machine; one round warms up."""
+def medians_in_turns(works: dict[str, Callable[[], Any]], device: torch.device, repeats: int = REPEATS,
+                     ) -> dict[str, float]:
+    """Median milliseconds of each call and of what it gives `device` to do, taken in turns so that all meet the same
+    machine; one round warms up."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repeats + 1):
         for name, work in works.items():
-            began = time.perf_counter()
+            began = now(device)
             work()
-            took = (time.perf_counter() - began) * 1e3
+            took = (now(device) - began) * 1e3
             if turn:
                 times[name].append(took)
     return {name: statistics.median(values) for name, values in times.items()}
@@ -120,7 +145,7 @@ def step_times(target: Target, drafter: Drafter, context: int, plan: Plan | int)
         "target_step_ms": lambda: target.forward(block[:, :1], ahead[:, :1], cache),
         "verify_ms": lambda: target.forward(block, ahead, cache),
         "draft_step_ms": cycle,
-    })
+    }, device)
     return times | {"draft_step_ms": times["draft_step_ms"] / plan.depth}
 
 
@@ -144,12 +169,14 @@ def each(base: Timing, fast: Timing) -> list[dict[str, float]]:
             for bt, bs, ft, fs in zip(base.tokens, base.seconds, fast.tokens, fast.seconds)]
 
 
-def percentiles(values: list[float]) -> dict[str, Any]:
-    """p50, p95 and p99 with n; a percentile that n is too small for is null, with the reason."""
-    out: dict[str, Any] = {"n": len(values)}
+def percentiles(values: list[float], measured: int | None = None) -> dict[str, Any]:
+    """p50, p95 and p99 with n; a percentile that n is too small for is null, with the reason. measured: times measured,
+    where several values come of one; None: one each."""
+    n = len(values) if measured is None else measured
+    out: dict[str, Any] = {"n": n}
     missing = []
     for name, smallest in SMALLEST_N.items():
-        enough = len(values) >= smallest
+        enough = n >= smallest
         out[name] = float(np.percentile(values, int(name[1:]))) if enough else None
         if not enough:
             missing.append(f"{name} needs n >= {smallest}")
@@ -159,13 +186,36 @@ def percentiles(values: list[float]) -> dict[str, Any]:
 
 
 def by_batch(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan | int, max_tokens: int,
-             size: int) -> dict[str, float]:
-    """Plain and speculative tokens per second with `size` prompts decoded together, prefill included."""
-    decoder = Decoder(target, max_tokens)
-    rates = {}
-    for name, work in (("baseline_tok_s", lambda: decoder.plain(prompts[:size])),
-                       ("speculative_tok_s", lambda: decoder.speculative(prompts[:size], drafter, plan))):
-        began = time.perf_counter()
-        outputs = work()
-        rates[name] = sum(len(o.tokens) for o in outputs) / (time.perf_counter() - began)
-    return {"batch": size, **rates, "speedup": rates["speculative_tok_s"] / rates["baseline_tok_s"]}
+             size: int, **how: Any) -> dict[str, Any]:
+    """Plain and speculative tokens per second with `size` rows decoded together, prefill included; a finished row is
+    replaced by the next prompt. Sums over the rounds, which begin with either engine in turn, after a few tokens of
+    warm-up. how: of the Decoder."""
+    def decode(name: str, part: list[list[int]], longest: int) -> list[Output]:
+        decoder = Decoder(target, longest, slots=size, **how)
+        return decoder.plain(part) if name == PLAIN else decoder.speculative(part, drafter, plan)
+
+    engines = [PLAIN, SPECULATIVE]
+    seconds, tokens = dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0)
+    parts = rounds(prompts, size)
+    for name in engines:
+        decode(name, parts[0][:size], min(max_tokens, WARM_TOKENS))
+    for part in parts:
+        for name in engines:
+            began = now(target.device)
+            outputs = decode(name, part, max_tokens)
+            seconds[name] += now(target.device) - began
+            tokens[name] += sum(len(out.tokens) for out in outputs)
+        engines.reverse()
+    plain, fast = (tokens[name] / seconds[name] for name in (PLAIN, SPECULATIVE))
+    return {"batch": size, "baseline_tok_s": plain, "speculative_tok_s": fast, "speedup": fast / plain,
+            "engine": PLAIN, "prompts": len(prompts)}
+
+
+def rounds(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
+    """What each round of `by_batch` decodes: every second prompt, or every third where only that gives whole batches,
+    so that each is decoded once. Fewer than two batches are decoded whole in both rounds; fewer than one are repeated
+    until they fill it."""
+    if len(prompts) < 2 * size:
+        return [[prompts[i % len(prompts)] for i in range(max(size, len(prompts)))]] * 2
+    count = next((n for n in (2, 3) if len(prompts) % (n * size) == 0), 2)
+    return [prompts[i::count] for i in range(count)]

@@ -21,7 +21,7 @@ def check_tracker(name: str) -> None:
 
 def figures(report: dict[str, Any]) -> dict[str, float]:
     """Every number of the report by its path, such as total.acceptance.mean_length; nulls are left out."""
-    parts = {key: report[key] for key in ("total", "sets")}
+    parts = {key: report[key] for key in ("total", "sets", "server") if key in report}
     return {path: value for path, value in numbers(parts) if value is not None}
 
 

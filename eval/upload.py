@@ -5,13 +5,13 @@ The token goes to the endpoint and nowhere else: no message that leaves this mod
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
-from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from recipes.errors import ConfigError, RunError
@@ -42,8 +42,11 @@ class Uploader:
         constants.HF_HUB_DISABLE_XET = lfs or constants.HF_HUB_DISABLE_XET
         self.api = HfApi(endpoint=endpoint.rstrip("/"), token=token)
 
-    def upload(self, folder: Path, private: bool, message: str) -> str:
-        """Uploads every file of the folder; returns the repository's address.
+    def upload(self, folder: Path, private: bool, message: str, owned: Iterable[str] = ()) -> tuple[str, bool]:
+        """Uploads every file of the folder; returns the repository's address and whether it is private.
+
+        owned: names that an earlier publication may have left there; those that the folder has not are deleted in the
+        same commit.
 
         Raises ConfigError where the token may not write there, or the repository is public and should be private;
         RunError where the server fails for good, or the repository has weights that the folder has not.
@@ -59,13 +62,15 @@ class Uploader:
         if strays:
             raise RunError(f"REPO={self.repo}: holds {', '.join(strays)}, which an engine may load beside or instead "
                            "of this drafter; delete them there, or choose another name")
-        self.commit(files, message, before.sha)
-        return str(repo)
+        there = {sibling.rfilename for sibling in before.siblings or []}
+        self.commit(files, sorted(there & set(owned) - names), message, before.sha)
+        return str(repo), before.private is not False
 
-    def commit(self, files: list[Path], message: str, parent: str | None) -> None:
+    def commit(self, files: list[Path], stale: list[str], message: str, parent: str | None) -> None:
         """One commit on top of `parent`, tried again until it is there: an answer that was lost may have made it."""
         for attempt in range(ATTEMPTS):
-            operations = [CommitOperationAdd(path.name, path) for path in files]
+            operations = [*(CommitOperationAdd(path.name, path) for path in files),
+                          *(CommitOperationDelete(name) for name in stale)]
             try:
                 self.call(lambda made=operations: self.api.create_commit(
                     self.repo, made, commit_message=message, parent_commit=parent))

@@ -6,6 +6,7 @@ becomes norm(max(p - q, 0)), and the next sibling, drawn without replacement, me
 al. 2024, "Multi-candidate speculative decoding"; Jeon et al. 2024, "Recursive speculative decoding"). For a
 deterministic child q is one-hot: accepted with p(x), on rejection p loses x. Where no child is accepted the next token
 is drawn from what is left of p. Either way the output is distributed as the target's. A chain is a tree of width one.
+`Typical` is the exception.
 Legend: B rows, N drafted tokens, V vocabulary; block place 0 is the last decided token, i + 1 drafted token i.
 """
 
@@ -17,6 +18,15 @@ from torch import Tensor
 
 from data.sampling import Sampling, draw, penalised, probabilities
 from drafters.tree import Draft, Topology
+
+
+@dataclass(frozen=True)
+class Typical:
+    """Accepts what the target finds typical, whatever it would have drawn: p(x) > min(epsilon, delta * exp(-entropy of
+    p)) (Cai et al. 2024, Medusa, section 2.3.2). LOSSY: the text is not distributed as the target's."""
+
+    epsilon: float
+    delta: float
 
 
 @dataclass
@@ -38,17 +48,20 @@ class Verdict:
 
 
 def verify(logits: Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator | None = None,
-           seen: Tensor | None = None, shape: Topology | None = None) -> Verdict:
+           seen: Tensor | None = None, shape: Topology | None = None, typical: Typical | None = None) -> Verdict:
     """Judges drafted tokens [B, N] by the target's logits [B, N+1, V] at the N+1 block places.
 
     seen [B, V]: tokens of each row up to the last decided one, where sampling has a repetition penalty; every place
-    adds those of its own path. shape: Topology.of(draft), where it is known.
+    adds those of its own path. shape: Topology.of(draft), where it is known. typical: the lossy rule, None for an exact
+    one; greedily both are the same.
     """
     shape = shape or Topology.of(draft)
     if sampling.remembers:
         logits = penalised(logits, sampling.repetition_penalty, along_paths(seen, draft, shape))
     if sampling.greedy:
         return verify_greedy(logits, draft, shape)
+    if typical is not None:
+        return verify_typical(probabilities(logits, sampling), draft, typical, generator, shape)
     return verify_sampled(probabilities(logits, sampling), draft, generator, shape)
 
 
@@ -56,6 +69,8 @@ def along_paths(seen: Tensor, draft: Draft, shape: Topology) -> Tensor:
     """Tokens that occur before each block place's next one: seen [B, V] and the drafted ones of its path, [B, N+1, V].
     """
     B, N = draft.tokens.shape
+    if not N:  # no row drafted anything
+        return seen[:, None]
     tokens = draft.tokens[:, None].expand(B, N + 1, N)
     own = torch.cat([tokens[:, :1, :1], draft.tokens[..., None]], dim=1)  # stands in for what a place does not see
     tokens = torch.where(shape.sees[..., 1:], tokens, own)
@@ -112,6 +127,30 @@ def verify_sampled(p: Tensor, draft: Draft, generator: torch.Generator | None, s
                 q[went] = draft.q[went, i + 1].to(p.dtype)
     following = draw(rest, uniforms[:, N])
     own = torch.zeros(B, N + 1, dtype=torch.long, device=p.device).scatter_(1, at[:, None], following[:, None])
+    return along(taken, taken.sum(1) - 1, draft, shape, own)
+
+
+def verify_typical(p: Tensor, draft: Draft, rule: Typical, generator: torch.Generator | None, shape: Topology,
+                   ) -> Verdict:
+    """p [B, N+1, V] as in verify_sampled: the longest path of typical tokens, of equally long ones the most probable,
+    then a token drawn from p behind it. Nothing is taken out of p for what was refused."""
+    entropy = torch.special.entr(p).sum(-1)  # [B, N+1]
+    enough = (rule.delta * (-entropy).exp()).clamp(max=rule.epsilon)
+    parents = parents_of(draft)
+    chance = p.gather(1, parents[..., None].expand(-1, -1, p.shape[-1])).gather(2, draft.tokens[..., None])[..., 0]
+    right = chance > enough.gather(1, parents)  # [B, N]
+    if draft.real is not None:
+        right &= draft.real
+    right = F.pad(right, (1, 0), value=True)  # [B, N+1]
+    sees = shape.sees.expand(len(p), -1, -1)
+    whole = (right[:, None] | ~sees).all(-1)  # a place whose whole path is typical
+    worth = torch.where(sees, F.pad(chance, (1, 0), value=1.0).clamp_min(1e-30).log()[:, None], 0.0).sum(-1)
+    depth = shape.depth.expand_as(whole).masked_fill(~whole, -1)
+    best = worth.masked_fill(depth < depth.amax(1, keepdim=True), -torch.inf).argmax(1)
+    rows = torch.arange(len(p), device=p.device)
+    following = draw(p[rows, best], torch.rand(len(p), generator=generator, dtype=torch.float64).to(p.device))
+    own = torch.zeros(whole.shape, dtype=torch.long, device=p.device).scatter_(1, best[:, None], following[:, None])
+    taken = sees[rows, best]
     return along(taken, taken.sum(1) - 1, draft, shape, own)
 
 

@@ -5,7 +5,6 @@ Legend: T tokens of a row, n taps, H target hidden, D draft vocabulary, K steps,
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from data.store import TraceRow
 from drafters.target import Target
 from drafters.unrolled import Chains
 from eval.decode import Decoder
+from eval.engine_run import Answers
 from eval.metrics import Acceptance
-from eval.reader import ReadDrafter, read_acceptance, read_target
+from eval.reader import open_reader, read_acceptance, read_target
 from eval.replay import walk
 
 
@@ -29,7 +29,11 @@ class Evidence:
     """One witness's account; None or empty: it does not know. States and log-probabilities are float32."""
 
     name: str
-    dtypes: dict[str, str] = field(default_factory=dict)  # what is computed or stored in which precision
+    precision: str = "float32"  # that it computes in
+    stored: str = ""  # precision that its states were stored in
+    weights: str = ""  # precision that the drafter's weights went through
+    checkpoint: str = ""  # SHA-256 of the weights that it computes with, or was exported from
+    dtypes: dict[str, str] = field(default_factory=dict)  # of traces, target and export, which should be one
     vocabulary: list[int] | None = None  # target id of each draft id
     layers: list[int] | None = None
     frequencies: Tensor | None = None  # rotary inverse frequencies
@@ -39,6 +43,13 @@ class Evidence:
     gaps: dict[str, list[float]] = field(default_factory=dict)  # row -> top-2 logit gap of the teacher
     drafts: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # (row, t) -> log-probabilities [K, D]
     acceptance: dict[str, Acceptance] = field(default_factory=dict)  # over `rows` and over `prompts`
+    counted: dict[str, list[str]] = field(default_factory=dict)  # which rows and prompts these are
+
+
+def frequencies_of(drafter: Any) -> Tensor | None:
+    """Rotary inverse frequencies; None for a drafter that attends to nothing."""
+    rotary = getattr(drafter, "rotary", None)
+    return None if rotary is None else rotary.inv_freq.cpu()
 
 
 def answer_of(row: TraceRow) -> list[int]:
@@ -53,12 +64,13 @@ def starts_of(row: TraceRow, count: int) -> list[int]:
 
 
 @torch.no_grad()
-def training(drafter: Any, reader: RowReader, rows: list[TraceRow], K: int, count: int, target: Target,
-             greedy_answers: bool) -> Evidence:
-    """Stored states through the parallel chains that training unrolls, and the replayed walk of validation.
-    greedy_answers: the traces' answers are the target's greedy ones, so that a loop gives them again."""
-    said = Evidence("training", {"traces": reader.manifest["target"]["dtype"]}, drafter.draft_ids.tolist(),
-                    list(reader.manifest["layers"]), drafter.rotary.inv_freq.cpu())
+def training(drafter: Any, reader: RowReader, rows: list[TraceRow], K: int, count: int, target: Target) -> Evidence:
+    """Stored states through the parallel chains that training unrolls, and the replayed walk of validation. Validation
+    rows are the target's greedy answers whatever the others are (data/answers.py), so that a loop gives them again."""
+    said = Evidence("training", target.section.dtype, reader.manifest["dtype"],
+                    dtypes={"traces": reader.manifest["target"]["dtype"]}, vocabulary=drafter.draft_ids.tolist(),
+                    layers=list(reader.manifest["layers"]) if target.layers else None,
+                    frequencies=frequencies_of(drafter))
     counts = Acceptance(K)
     for row in rows:
         batch = collate([row]).to(target.device, target.dtype)
@@ -66,21 +78,24 @@ def training(drafter: Any, reader: RowReader, rows: list[TraceRow], K: int, coun
         found = [logits.float().log_softmax(-1)[0].cpu() for logits in drafter.chain_logits(batch, K)]  # [P, D] each
         at, valid = chains.at[0].tolist(), chains.valid[0]
         said.drafts |= {(row.id, t): torch.stack([step[at.index(t)] for step in found]) for t in starts_of(row, count)}
-        said.ids[row.id], said.states[row.id] = row.ids.tolist(), row.taps.float()
-        if greedy_answers and not row.off_policy:
+        said.ids[row.id] = row.ids.tolist()
+        if target.layers:  # of a final state the traces hold those that teach alone
+            said.states[row.id] = row.taps.float().cpu()
+        if not row.off_policy:
             said.teacher[row.id] = answer_of(row)
-        if walked(row) and greedy_answers:
+        if walked(row, K):
             drafted = drafter.draft_ids.cpu()[torch.stack([step.argmax(-1) for step in found], dim=-1)]  # [P, K]
             tokens = drafted[valid.cpu()].tolist()
             counts = counts + walk(tokens, answer_of(row), row.tail, K)
     if counts.drafts:
-        said.acceptance["rows"] = counts
+        said.acceptance["rows"], said.counted["rows"] = counts, [row.id for row in rows if walked(row, K)]
     return said
 
 
-def walked(row: TraceRow) -> bool:
-    """Whether a loop can give this row again from its prompt: one answer, the target's own."""
-    return not row.off_policy and int(row.turns.max()) == 1 and len(answer_of(row)) > 1
+def walked(row: TraceRow, K: int) -> bool:
+    """Whether a loop can give this row again from its prompt, K tokens a draft: one answer, the target's own, with as
+    many tokens behind it as its last draft is compared with."""
+    return not row.off_policy and int(row.turns.max()) == 1 and len(answer_of(row)) > 1 and len(row.tail) >= K
 
 
 def retokenised(target: Target, row: TraceRow) -> list[int]:
@@ -95,8 +110,9 @@ def retokenised(target: Target, row: TraceRow) -> list[int]:
 def loop(drafter: Any, target: Target, rows: list[TraceRow], prompts: dict[str, list[int]], K: int, count: int,
          max_tokens: int) -> Evidence:
     """The target's cached pass, the decoding session, and the loop itself."""
-    said = Evidence("loop", {"target": target.section.dtype}, drafter.draft_ids.tolist(), list(target.layers),
-                    drafter.rotary.inv_freq.cpu())
+    said = Evidence("loop", target.section.dtype, dtypes={"target": target.section.dtype},
+                    vocabulary=drafter.draft_ids.tolist(), layers=list(target.layers),
+                    frequencies=frequencies_of(drafter), counted={"prompts": list(prompts)})
     for row in rows:
         ids = row.ids[None].to(target.device)
         positions = torch.arange(ids.shape[1], device=target.device)[None]
@@ -109,15 +125,24 @@ def loop(drafter: Any, target: Target, rows: list[TraceRow], prompts: dict[str, 
                             torch.tensor([t], device=target.device))
             q = session.propose(K, lambda spread: spread.argmax(-1)).q[0]  # [K, V]
             said.drafts[row.id, t] = q[:, drafter.draft_ids].float().log().cpu()
-    again = [row for row in rows if walked(row)]
+    again = [row for row in rows if walked(row, K)]
     if again:
         said.acceptance["rows"] = counted(target, drafter, [row_prompt(row) for row in again], K,
                                           [len(answer_of(row)) for row in again])
     said.ids |= prompts
     outputs = Decoder(target, max_tokens).speculative(list(prompts.values()), drafter, K)
     said.acceptance["prompts"] = sum((o.acceptance for o in outputs), Acceptance(K))
-    said.teacher |= dict(zip(prompts, (o.tokens for o in outputs)))
+    for (name, prompt), output in zip(prompts.items(), outputs):
+        said.teacher[name], said.gaps[name] = output.tokens, gaps_of(target, prompt, output.tokens)
     return said
+
+
+def gaps_of(target: Target, prompt: list[int], answer: list[int]) -> list[float]:
+    """How far the second best token is below the best, at every token of an answer."""
+    ids = torch.tensor([prompt + answer], device=target.device)
+    logits = target.forward(ids, torch.arange(ids.shape[1], device=target.device)[None]).logits[0]  # [T, V]
+    top = logits[len(prompt) - 1 : -1].float().topk(2, dim=-1).values
+    return (top[:, 0] - top[:, 1]).tolist()
 
 
 def row_prompt(row: TraceRow) -> list[int]:
@@ -142,10 +167,14 @@ def greedy(logits: Tensor, row: TraceRow) -> tuple[list[int], list[float]]:
 def second_reader(folder: Path, layout: str, target: Target, rows: list[TraceRow], prompts: dict[str, list[int]],
                   K: int, count: int, max_tokens: int) -> Evidence:
     """The exported files, read by plain torch over transformers' own forward pass."""
-    drafter = ReadDrafter(folder, target.model)
+    drafter = open_reader(folder, target.model)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    said = Evidence(f"reader of {layout}", {"export": config["torch_dtype"]}, list(drafter.target_ids),
-                    list(drafter.layers), drafter.frequencies.cpu())
+    origin = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    frequencies = None if drafter.frequencies is None else drafter.frequencies.cpu()
+    said = Evidence(f"reader of {layout}", target.section.dtype, weights=config["torch_dtype"],
+                    checkpoint=origin["checkpoint_sha256"], dtypes={"export": config["torch_dtype"]},
+                    vocabulary=list(drafter.target_ids), layers=list(drafter.layers), frequencies=frequencies,
+                    counted={"prompts": list(prompts)})
     for row in rows:
         ids = row.ids.tolist()
         tokens, taps = read_target(target.model, ids, drafter.layers)
@@ -161,10 +190,9 @@ def second_reader(folder: Path, layout: str, target: Target, rows: list[TraceRow
     return said
 
 
-def engine(run: Callable[[], Any], name: str, prompts: dict[str, list[int]]) -> Evidence:
+def engine(answers: Answers, name: str, prompts: list[str]) -> Evidence:
     """A real engine's answers and counters, and the ids that its own tokenizer makes of the chats."""
-    answers = run()
-    said = Evidence(name)
+    said = Evidence(name, counted={"prompts": prompts})
     said.teacher = dict(zip(prompts, answers.tokens))
     said.ids = dict(zip(prompts, answers.rendered))
     K = len(answers.accepted)

@@ -6,15 +6,18 @@ import json
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import get_origin
+from typing import Any, get_origin
+
+import yaml
 
 from recipes.errors import INTERRUPTED, MAKE_ROOM, NO_SPACE, ConfigError, DrafthouseError, RunError
-from recipes.files import write_text
+from recipes.files import write_text, written
 from recipes.launched import end_process
-from recipes.loader import dump_recipe, flags, load_options, load_recipe
+from recipes.loader import dump_values, flags, load_options, load_recipe
+from recipes.plain import read
 from recipes.schema import Recipe
 
 DEFAULT_RECIPE = "recipes/smollm2-135m/eagle3-demo.yaml"
@@ -80,12 +83,15 @@ def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], 
         name, equals, value = item.removeprefix("--").partition("=")
         if not item.startswith("--"):
             raise ConfigError(f"{item}: not an option; options begin with --, see --help")
-        if name in command.switches and not equals:
+        if name in command.switches:
+            if equals:
+                raise ConfigError(f"--{name}: takes no value, got {value}")
             switches.add(name)
         elif name == "debug":
             debug = True
         else:
             if not equals:
+                check_switch(command, name)
                 value = next(items, None)
                 if value is None:
                     raise ConfigError(f"--{name}: a value is missing")
@@ -94,6 +100,16 @@ def parse_args(command: Command, argv: list[str]) -> tuple[str, dict[str, str], 
             else:
                 overrides["target.cache_dir" if name == "cache-dir" else name] = value
     return path, overrides, switches, debug
+
+
+def check_switch(command: Command, name: str) -> None:
+    """ConfigError for the name of a flag with a value that is spelt more like one without than like any with one."""
+    switches = {*command.switches, "debug", "help"}
+    others = {leaf for full, _, _ in flags(Recipe) for leaf in (full, full.rpartition(".")[2])}
+    others |= {"config", "cache-dir", *(f.name for f in (fields(command.options) if command.options else ()))}
+    close = difflib.get_close_matches(name, [*others, *switches], n=1)
+    if close and close[0] in switches:
+        raise ConfigError(f"--{name}: unknown option; did you mean {close[0]}?")
 
 
 def own_options(command: Command, overrides: dict[str, str]) -> list:
@@ -148,16 +164,30 @@ def fail(name: str, message: str, code: int, debug: bool) -> None:
     sys.exit(code)
 
 
-def run_dir(recipe: Recipe) -> Path:
-    """runs/<name>/, created, with the resolved recipe written into it."""
+def run_folder(recipe: Recipe) -> Path:
+    """runs/<name>/, created. ConfigError where it cannot be."""
     folder = Path(recipe.runs_dir) / recipe.name
-    try:
+    with written(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "recipe.yaml", dump_recipe(recipe))
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise
-        raise ConfigError(f"{folder}: cannot write the run's folder: {error.strerror}") from None
     return folder
 
 
+def write_resolved(recipe: Recipe, sections: Collection[str] = ()) -> None:
+    """Writes the resolved recipe into the run's folder: by a stage that has accepted it, never before. Where there is
+    one already, only these sections of it (empty: all): the others say what earlier stages worked with."""
+    path = Path(recipe.runs_dir) / recipe.name / "recipe.yaml"
+    values = asdict(recipe)
+    if sections and path.is_file():
+        earlier = earlier_recipe(path)
+        values = {name: value if name in sections else earlier.get(name, value) for name, value in values.items()}
+    with written(path.parent):
+        write_text(path, dump_values(values))
+
+
+def earlier_recipe(path: Path) -> dict[str, Any]:
+    """What a stage before wrote; nothing where it cannot be read."""
+    try:
+        values = read(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,5 +1,5 @@
-"""Size, training and drafting of an EAGLE-3 or parallel drafter in numbers: what drafters/eagle3.py and
-drafters/parallel.py do, counted. Arithmetic only.
+"""Size, training and drafting of a drafter in numbers: what drafters/eagle3.py, parallel.py and medusa.py do, counted.
+Arithmetic only.
 
 Step 0 of the unroll computes for every position the fused state, all of every layer but the last, and the last one's
 keys and values; queries and MLP of the last layer, and the head, are computed for positions that carry loss, in every
@@ -87,6 +87,60 @@ class DraftSize:
     def borrowed(self) -> int:
         """Numbers of the target that training holds: its embedding and its head over the draft vocabulary."""
         return self.vocab * self.hidden + self.teacher
+
+    @property
+    def head_gradients(self) -> int:
+        """Numbers of the heads' gradients, which are summed part by part beside those of the optimizer."""
+        return self.head * self.train_head
+
+    def moved(self, depth: int) -> int:
+        """Weights that pass the memory in a micro-batch of so many steps, each of which passes all of them."""
+        return self.parameters * (depth + 1)
+
+    def exported(self, layout: str) -> int:
+        """Numbers of its export, with what the layout carries of the target: speculators its embedding, as every
+        layout does of a parallel drafter, which has a row of its own in it."""
+        table = self.vocab * self.hidden - self.hidden if self.parallel else self.vocab * self.hidden
+        return self.parameters + table * (self.parallel or layout == "speculators")
+
+
+@dataclass(frozen=True)
+class MedusaSize(DraftSize):
+    """Medusa heads (drafters/medusa.py) in the same terms: a step is a head's residual blocks and its projection.
+    `train_head`: each head has a projection of its own; there is no attention, no taps are fused."""
+
+    count: int = 1  # K
+    blocks: int = 1  # of a head
+
+    fuse = every = 0
+
+    @property
+    def block(self) -> int:
+        return self.blocks * self.hidden**2
+
+    @property
+    def parameters(self) -> int:
+        return self.count * (self.blocks * (self.hidden**2 + self.hidden) + self.train_head * self.head)
+
+    @property
+    def trained(self) -> int:
+        return self.parameters
+
+    @property
+    def borrowed(self) -> int:
+        return self.teacher
+
+    @property
+    def head_gradients(self) -> int:
+        return self.count * self.head * self.train_head
+
+    def moved(self, depth: int) -> int:
+        return self.parameters
+
+    def exported(self, layout: str) -> int:
+        """Where the projection is shared, vLLM's layout carries it once, the original one for every head."""
+        carried = 0 if self.train_head else self.count if layout == "medusa-original" else 1
+        return self.parameters + carried * self.head
 
 
 def worked(spans: list[float], depth: int, share: float = 1.0, floor: float = 0.0) -> list[float]:
@@ -177,7 +231,7 @@ def update_seconds(size: DraftSize, ranks: int, stage: int, speed: Speed) -> flo
 def activation_bytes(size: DraftSize, rows: float, tokens: float, positions: list[float], itemsize: float,
                      share: float = 1.0) -> float:
     """Bytes kept for the backward pass of a micro-batch, and its batch: taps and final states; normed, fused and
-    projected states; each layer's and step's own keys; MLP; the head's gradients. On top what a part of the head takes
+    projected states; each layer's and step's own keys; MLP; the heads' gradients. On top what a part of the head takes
     while it is worked: logits in float32, the teacher's, and two of their size."""
     S, H = tokens, size.hidden
     batch = S * (size.taps + 1) * size.target_hidden * itemsize
@@ -189,7 +243,7 @@ def activation_bytes(size: DraftSize, rows: float, tokens: float, positions: lis
             kept += P * (4 * size.heads + 2 * k * size.kv_heads * size.head_dim * itemsize)
     head = sum(positions) * H * itemsize
     worked_on = 4 * min(LOGITS, rows * sum(positions) * size.draft_vocab * 4)
-    return rows * (batch + kept + head) + 4 * size.head * size.train_head + worked_on
+    return rows * (batch + kept + head) + 4 * size.head_gradients + worked_on
 
 
 def draft_seconds(size: DraftSize, rows: float, K: int, context: float, itemsize: float, speed: Speed) -> float:

@@ -8,16 +8,17 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, BinaryIO
 
-from recipes.errors import RunError
+from recipes.errors import NO_SPACE, ConfigError, RunError
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` when the block ends: a reader sees the old content or the new,
-    never a part. Nothing is left where the block raises; an OSError names `path`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    never a part. Nothing is left where the block raises; an OSError of the file names `path`."""
+    temporary = path.with_name(f".{path.name}.{token_hex(4)}.tmp")  # processes of two machines may have one number
     try:
         with open(temporary, "wb") as f:
             yield f
@@ -25,11 +26,26 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write that fails (a full disk) names no file
+        # A write that fails (a full disk) names no file; what the block reads elsewhere fails by its own name.
+        elsewhere = error.errno is None or isinstance(error, (ConnectionError, TimeoutError))
+        if not (elsewhere or error.filename):
+            error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """ConfigError where a folder of the run cannot be written, unless the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise
+        raise ConfigError(f"{folder}: cannot write the run's folder: {error.strerror or error}; make it writable, or "
+                          "name another place with runs_dir or name") from None
 
 
 @contextmanager
@@ -43,12 +59,14 @@ def locked(folder: Path) -> Iterator[None]:
 @contextmanager
 def alone(folder: Path, several: bool = False) -> Iterator[None]:
     """Held while a run writes into the folder. RunError where another process holds it; one that dies lets go.
+    ConfigError where the folder cannot be written.
     several: other processes of this run hold it too (`beside`), so it is free only when all of them have ended.
     A file system without locks guards nothing."""
     path = folder / ".lock"
     with ExitStack() as held:
         while True:
-            f = held.enter_context(open(path, "wb"))
+            with written(folder):
+                f = held.enter_context(open(path, "wb"))
             try:
                 _lock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -66,6 +84,20 @@ def alone(folder: Path, several: bool = False) -> Iterator[None]:
         finally:
             if done or not several:  # those that are left where one has failed are found by this file
                 path.unlink(missing_ok=True)
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """`alone` for a stage whose output a folder is: the folder is made, and goes again where nothing was written.
+    ConfigError where it cannot be."""
+    with written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with alone(folder):
+            yield
+    finally:
+        with suppress(OSError):  # not empty
+            folder.rmdir()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ FLOP/s are dense, links one way. A price is never in here: it is an input (roi.p
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,9 @@ from recipes.schema import opt
 
 TABLE = Path(__file__).resolve().parent / "hardware.json"
 THIS_MACHINE = "this-machine"
+NEEDED = ("memory_gb", "bandwidth_tb_s", "tflops")
+NO_CHIP = re.compile(r"nvidia|amd|geforce|rtx|instinct|tesla|hgx|dgx|gpu|oam|nvl72|tensor|core|hbm\d?e?|sxm\d?")
+SAME_MEMORY = 0.1  # sellers round: 180 GB of a B200 are 192 elsewhere
 Peak = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -42,18 +46,22 @@ class Hardware:
         return self.tflops[dtype] * 1e12
 
 
+def described(entry: dict[str, Any], where: str) -> Hardware:
+    """Hardware that a user describes. ConfigError for a key that is none, and for a peak that is missing: a default
+    would be another GPU's."""
+    found = parse_into(Hardware, entry, where)
+    for needed in NEEDED:
+        if not entry.get(needed):
+            raise ConfigError(f"{where}: {needed} is missing")
+    return found
+
+
 def known(custom: dict[str, Any]) -> dict[str, Hardware]:
     """Every accelerator by name; a recipe's own entry goes before one of the table. ConfigError for one that is no
     entry."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     found = {name: parse_into(Hardware, entry, TABLE.name) for name, entry in table.items()}
-    for name, entry in custom.items():
-        where = f"plan.custom.{name}"
-        found[name] = parse_into(Hardware, entry, where)
-        for needed in ("memory_gb", "bandwidth_tb_s", "tflops"):
-            if needed not in entry:
-                raise ConfigError(f"{where}: {needed} is missing")
-    return found
+    return found | {name: described(entry, f"plan.custom.{name}") for name, entry in custom.items()}
 
 
 def find(name: str, custom: dict[str, Any]) -> Hardware:
@@ -63,3 +71,31 @@ def find(name: str, custom: dict[str, Any]) -> Hardware:
         raise ConfigError(f"plan.hardware = {name}: unknown; known: {THIS_MACHINE}, {', '.join(table)}; or describe it "
                           "in plan.custom")
     return table[name]
+
+
+def chip_of(name: str) -> tuple[str, float | None]:
+    """(what names the chip, GB where the name says them) of a name as people and tools spell it: 'NVIDIA H100 80GB
+    HBM3' is ('h100', 80)."""
+    memory, kept = None, []
+    for word in re.findall(r"[a-z0-9]+", re.sub(r"(\d)\s+(gi?b?)\b", r"\1\2", name.lower())):
+        if size := re.fullmatch(r"(\d+)gi?b?", word):
+            memory = float(size[1])
+        elif not NO_CHIP.fullmatch(word):
+            kept.append(re.sub(r"^rtx|sxm\d?$", "", word))
+    return "".join(kept), memory
+
+
+def spelt(name: str, custom: dict[str, Any], field: str = "hw") -> tuple[str, Hardware]:
+    """(its name in the table, the accelerator) of a name in any usual spelling: 'H100 SXM', 'A100 80G', 'RTX 3090'.
+    Other boards of a chip (PCIe, NVL) are others; where a name leaves the memory open, the largest is meant.
+    ConfigError names the known ones."""
+    table = known(custom)
+    if name in table:
+        return name, table[name]
+    chip, memory = chip_of(name)
+    alike = [key for key, entry in table.items() if chip and chip_of(key)[0] in (chip, f"{chip}{entry.memory_gb:g}")
+             and (memory is None or abs(entry.memory_gb / memory - 1) <= SAME_MEMORY)]
+    if not alike:
+        raise ConfigError(f"{field} = {name}: unknown; known: {', '.join(table)}; or describe it in plan.custom")
+    key = max(alike, key=lambda one: table[one].memory_gb)
+    return key, table[key]

@@ -7,10 +7,23 @@ A section is read by the stage that owns it and is never passed further down as 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # a larger number overflows some library's integer
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy and torch take, also mixed with a step and a rank
+Rows = Annotated[int, Field(gt=0, le=65_536)]  # of a batch or requests in flight, which are held at once
+DraftLength = Annotated[int, Field(gt=0, le=128)]  # K
+Nodes = Annotated[int, Field(gt=0, le=4096)]  # of a tree, whose mask is a square
+Depth = Annotated[int, Field(ge=0, le=128)]
+Threads = Annotated[int, Field(ge=0, le=4096)]
+Draws = Annotated[int, Field(gt=0, le=10_000_000)]
+Epochs = Annotated[float, Field(gt=0, le=10_000)]
+Retries = Annotated[int, Field(ge=0, le=1000)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Amount
+Beta = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 Span = Annotated[list[Weight], Field(max_length=2)]
 
 
@@ -30,7 +43,7 @@ class Target:
                                                      "sequential, or {module: cuda:N, cpu or disk} (docs/states.md)")
     tp_plan: Literal["", "auto"] = opt("", "auto: make trace, inspect and online training share every layer among the "
                                            "processes of a launch; other stages take device_map auto (docs/states.md)")
-    threads: NonNegativeInt = opt(0, "CPU threads for torch; 0 takes every core this process may use, divided by the "
+    threads: Threads = opt(0, "CPU threads for torch; 0 takes every core this process may use, divided by the "
                                    "processes of a launch")
     cache_dir: str = opt("runs/cache", "where an embedded target is written once")
     trust_remote_code: bool = opt(False, "run model code that comes with the checkpoint")
@@ -89,7 +102,7 @@ class Prompts:
     validation: NonNegativeInt = opt(16, "prompts held out to validate acceptance during training")
     evaluation: NonNegativeInt = opt(0, "prompts kept out of the traces and written to runs/<name>/evaluation.jsonl, "
                                         "which eval.prompts may name")
-    seed: int = opt(0, "seed of synthesis, of the samples of files and of the split")
+    seed: Seed = opt(0, "seed of synthesis, of the samples of files and of the split")
 
 
 @dataclass
@@ -99,10 +112,10 @@ class Server:
     kind: Literal["vllm", "sglang", "tensorrt-llm", "dynamo", "plain"] = opt(
         "vllm", "openai: whose request fields it understands; plain is OpenAI's own only (docs/answers.md)")
     api_key_env: str = opt("", "openai: environment variable that holds the API key; empty sends none")
-    concurrency: PositiveInt = opt(16, "openai: most requests in flight")
+    concurrency: Rows = opt(16, "openai: most requests in flight")
     requests_per_s: NonNegativeFloat = opt(0.0, "openai: most requests begun a second; 0 is no limit")
-    timeout_s: PositiveFloat = opt(600.0, "openai: seconds after which a request without its whole answer is given up")
-    retries: NonNegativeInt = opt(5, "openai: further attempts for a request that failed")
+    timeout_s: Amount = opt(600.0, "openai: seconds after which a request without its whole answer is given up")
+    retries: Retries = opt(5, "openai: further attempts for a request that failed")
     backoff_s: PositiveFloat = opt(0.5, "openai: first wait before a further attempt; it doubles, at most a minute")
 
 
@@ -114,10 +127,10 @@ class Generation:
     temperature: NonNegativeFloat = opt(0.0, "0 is greedy")
     top_k: NonNegativeInt = opt(0, "0 is off")
     top_p: float = opt(1.0, "1 is off")
-    batch_size: PositiveInt = opt(32, "rows decoded together; a finished row is replaced")
+    batch_size: Rows = opt(32, "rows decoded together; a finished row is replaced")
     unit_rows: PositiveInt = opt(128, "rows of one atomic unit: what a kill can cost")
-    seed: int = opt(0, "seed of sampled answers, combined with each row's id")
-    max_lost_share: float = opt(0.01, "share of requests without a usable answer above which the run stops")
+    seed: Seed = opt(0, "seed of sampled answers, combined with each row's id")
+    max_lost_share: Share = opt(0.01, "share of requests without a usable answer above which the run stops")
     server: Server = field(default_factory=Server)
     engine: dict[str, Any] = opt({}, "vllm: arguments of vllm.LLM, e.g. {gpu_memory_utilization: 0.5}")
     log: str = opt("", "logs: JSONL file of answers with prompt and answer token ids")
@@ -132,7 +145,7 @@ class Trace:
         "own", "user turns that training may learn from (train.user_turns), whose final states are stored too: those "
                "that the target wrote itself, or the last one of every training prompt")
     max_length: PositiveInt = opt(1024, "longest row (prompt and answer), in tokens; longer ones are dropped, counted")
-    layers: list[int] = opt([], "states that ENTER these layers; empty is [2, L//2, L-3]")
+    layers: list[int] = opt([], "states that ENTER these layers, three or more for eagle3; empty is [2, L//2, L-3]")
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3", "int8"] = opt(
         "float32", "storage precision of hidden states; docs/store.md says what each costs")
     shard_mb: PositiveInt = opt(64, "size of one shard")
@@ -140,24 +153,24 @@ class Trace:
     url: str = opt("", "where the traces are, any fsspec URL such as s3://bucket/folder; credentials come from "
                        "fsspec's configuration (docs/store.md); empty is runs/<name>/traces")
     cache_dir: str = opt("", "local folder of the cache, in which every run has its own; empty is runs/<name>/cache")
-    cache_gb: PositiveFloat = opt(20.0, "size at most, in GB of 1e9 bytes, of the states that mode cache keeps "
+    cache_gb: Amount = opt(20.0, "size at most, in GB of 1e9 bytes, of the states that mode cache keeps "
                                         "and of the shards of a url that are here")
-    max_bad_share: float = opt(0.01, "share of rows with NaN or Inf states above which the run stops")
+    max_bad_share: Share = opt(0.01, "share of rows with NaN or Inf states above which the run stops")
     backend: Literal["transformers", "vllm"] = opt("transformers", "what computes the states (docs/states.md)")
     engine: dict[str, Any] = opt({}, "vllm: arguments of vllm.LLM, e.g. {tensor_parallel_size: 8}")
     engine_python: str = opt("", "vllm: the Python of the environment that has vLLM; empty is this one")
     verify_rows: NonNegativeInt = opt(8, "make inspect --verify: random rows recomputed with the target and compared")
-    verify_seed: int = opt(0, "make inspect --verify: seed that chooses these rows")
+    verify_seed: Seed = opt(0, "make inspect --verify: seed that chooses these rows")
 
 
 @dataclass
 class Drafter:
     kind: str = opt("eagle3", "a name from drafters/registry.py")
     options: dict[str, Any] = opt({}, "the drafter's own options, validated by its dataclass")
-    path: str = opt("", "evaluate or export this drafter: a checkpoint or run folder, or a folder or Hub id in the "
-                        "native or speculators layout; empty is the best of the run (docs/export.md)")
-    init_from: str = opt("", "train: start from this drafter: a folder or Hub id in the native or speculators layout, "
-                             "a checkpoint folder, or a run's folder, whose best it is; empty starts a fresh one "
+    path: str = opt("", "evaluate or export this drafter: a checkpoint or run folder, or a folder or Hub id in a "
+                        "layout of docs/export.md; empty is the best of the run")
+    init_from: str = opt("", "train: start from this drafter: a folder or Hub id in a layout of docs/export.md, a "
+                             "checkpoint folder, or a run's folder, whose best it is; empty starts a fresh one "
                              "(docs/training.md)")
     vocabulary: Literal["keep", "rebuild"] = opt(
         "keep", "with init_from: keep that drafter's draft vocabulary, or rebuild it from the new traces; the head's "
@@ -166,14 +179,14 @@ class Drafter:
 
 @dataclass
 class Train:
-    epochs: PositiveFloat = opt(3.0, "passes over the training rows; the schedule ends with them")
-    batch_rows: PositiveInt = opt(2, "conversations a micro-batch and process")
-    accumulation: PositiveInt = opt(1, "micro-batches an optimizer step")
+    epochs: Epochs = opt(3.0, "passes over the training rows; the schedule ends with them")
+    batch_rows: Rows = opt(2, "conversations a micro-batch and process")
+    accumulation: Rows = opt(1, "micro-batches an optimizer step")
     optimizer: Literal["adamw", "muon"] = opt("adamw", "muon: Muon for hidden matrices, AdamW for the rest; not under "
                                                        "DeepSpeed (docs/training.md)")
-    lr: PositiveFloat = opt(1e-3, "peak learning rate")
+    lr: Amount = opt(1e-3, "peak learning rate")
     muon_lr: NonNegativeFloat = opt(0.0, "muon: peak rate of the hidden matrices, on AdamW's scale; 0 is train.lr")
-    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = opt(0.95, "muon: momentum of the hidden matrices")
+    muon_momentum: Beta = opt(0.95, "muon: momentum of the hidden matrices")
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = opt(5, "muon: Newton-Schulz iterations of an update")
     schedule: Literal["cosine", "linear", "wsd"] = opt("cosine", "how the rate falls after the warm-up; wsd: it stays "
                                                                  "at the peak first (docs/training.md)")
@@ -181,8 +194,8 @@ class Train:
     min_lr_share: Share = opt(0.05, "share of the peak where the schedule ends")
     decay_share: Share = opt(0.2, "wsd: share of the run's optimizer steps over which the rate falls")
     weight_decay: NonNegativeFloat = opt(0.0, "decoupled weight decay of all trained parameters")
-    beta1: float = opt(0.9, "AdamW beta1")
-    beta2: float = opt(0.95, "AdamW beta2")
+    beta1: Beta = opt(0.9, "AdamW beta1")
+    beta2: Beta = opt(0.95, "AdamW beta2")
     clip: PositiveFloat = opt(1.0, "global gradient norm is clipped to this")
     user_turns: bool = opt(False, "learn from the user turns that the traces mark (trace.user_turns) too, not only "
                                   "from answers")
@@ -190,8 +203,8 @@ class Train:
     validate_every: PositiveInt = opt(200, "optimizer steps between validations")
     save_every: PositiveInt = opt(200, "optimizer steps between checkpoints")
     keep: PositiveInt = opt(2, "checkpoints kept besides the best")
-    validation_draft_length: PositiveInt = opt(4, "K of the replayed acceptance")
-    seed: int = opt(0, "seed of initialisation, order and noise")
+    validation_draft_length: DraftLength = opt(4, "K of the replayed acceptance")
+    seed: Seed = opt(0, "seed of initialisation, order and noise")
     shuffle_shards: NonNegativeInt = opt(0, "shards whose rows are mixed at a time; 0 shuffles over all of them")
     tracker: str = opt("wandb", "wandb (offline without a key), another accelerate tracker, or none")
     log_every: PositiveInt = opt(10, "optimizer steps between log lines")
@@ -203,13 +216,22 @@ class Train:
 class Tree:
     """The shape of draft trees (docs/decoding.md)."""
 
-    depth: NonNegativeInt = opt(0, "levels of EAGLE-2's dynamic tree; 0: a chain of eval.draft_length, or "
+    depth: Depth = opt(0, "levels of EAGLE-2's dynamic tree; 0: a chain of eval.draft_length, or "
                                    "eval.tree.paths")
-    top_k: PositiveInt = opt(4, "dynamic tree: tokens guessed behind each node, and nodes of a level that are gone on "
+    top_k: Nodes = opt(4, "dynamic tree: tokens guessed behind each node, and nodes of a level that are gone on "
                                 "from")
-    total: PositiveInt = opt(24, "dynamic tree: most probable nodes, which the target verifies")
-    paths: list[Annotated[list[NonNegativeInt], Field(min_length=1)]] = opt(
+    total: Nodes = opt(24, "dynamic tree: most probable nodes, which the target verifies")
+    paths: list[Annotated[list[NonNegativeInt], Field(min_length=1, max_length=128)]] = opt(
         [], "a static tree: of each node the ranks of the guesses that lead to it, e.g. [[0], [1], [0, 0]]")
+
+
+@dataclass
+class Typical:
+    """Medusa's typical acceptance, for eval.acceptance: typical (docs/decoding.md). It is lossy."""
+
+    temperature: PositiveFloat = opt(0.7, "temperature of the target's distribution")
+    epsilon: Share = opt(0.09, "a token more probable than this is typical enough")
+    delta: NonNegativeFloat = opt(0.3, "where the target is unsure, delta * exp(-entropy) is enough")
 
 
 @dataclass
@@ -237,37 +259,66 @@ class EvalSet:
 
 
 @dataclass
+class LiveServer:
+    """A running server that `make eval` measures in place of the recipe's own target (docs/evaluation.md)."""
+
+    base_url: str = opt("", "where a server with the drafter answers, e.g. http://localhost:8000: it is measured, and "
+                            "no target is loaded here; empty measures the recipe's target and drafter")
+    baseline_url: str = opt("", "where the same server without a drafter answers: both are measured in turns")
+    baseline_report: str = opt("", "instead: report.json of this command, made when the server ran without a drafter")
+    metrics_urls: list[str] = opt([], "pages with the server's counters, one a replica; empty is base_url/metrics")
+    model: str = opt("", "the name that it serves the target under; empty is the only one that it lists")
+    kind: Literal["vllm", "sglang", "tensorrt-llm", "dynamo", "plain"] = opt(
+        "vllm", "whose request fields it understands; plain is OpenAI's own only")
+    api_key_env: str = opt("", "environment variable that holds the API key of the servers; empty sends none")
+    concurrency: Annotated[list[Rows], Field(min_length=1)] = opt(
+        [1, 4, 16], "requests in flight, each measured; with 1 the acceptance of each kind of prompt is known too")
+    timeout_s: PositiveFloat = opt(600.0, "seconds after which a request without its whole answer is given up")
+    retries: Retries = opt(2, "further attempts for a request that failed; their time is in no latency")
+    backoff_s: PositiveFloat = opt(0.5, "first wait before a further attempt; it doubles, at most a minute")
+    max_lost_share: Share = opt(0.05, "share of a concurrency's requests without an answer above which the run stops")
+    label: str = opt("server", "the report goes to runs/<name>/eval/<label>/")
+
+
+@dataclass
 class Eval:
     prompts: str = opt("builtin", "builtin, or a JSONL file of `messages` or `prompt`; export's check uses it too")
     sets: list[EvalSet] = opt([], "the sets that are evaluated, each by itself and in total; empty is the one that "
                                   "eval.prompts names (docs/evaluation.md)")
     limit: NonNegativeInt = opt(0, "first N prompts of every kind; 0 is all")
-    draft_length: PositiveInt = opt(4, "K: tokens drafted a cycle")
+    draft_length: DraftLength = opt(4, "K: tokens drafted a cycle")
     tree: Tree = field(default_factory=Tree)
     choose: Literal["given", "chain", "tree"] = opt(
         "given", "given: draft as the fields say; chain, tree: the fastest by measured costs and ranks, chains up to "
                  "eval.draft_length, trees up to eval.tree.total nodes and eval.tree.top_k guesses (docs/decoding.md)")
+    acceptance: Literal["exact", "typical"] = opt(
+        "exact", "exact: the text is the target's own. typical: tokens that the target finds typical are accepted "
+                 "too: LOSSY, and the report says so (docs/decoding.md)")
+    typical: Typical = field(default_factory=Typical)
     confidence: Share = opt(0.0, "a chain ends behind a token that is less probable under the drafter; 0 is off")
     max_tokens: PositiveInt = opt(64, "longest answer, in tokens")
-    batch_size: PositiveInt = opt(16, "rows decoded together where acceptance is counted")
+    batch_size: Rows = opt(16, "rows decoded together where acceptance is counted")
     lossless_prompts: PositiveInt = opt(24, "prompts whose greedy text is compared with plain decoding")
     speed_prompts: PositiveInt = opt(12, "prompts timed with and without, interleaved, at batch 1")
     speed_tokens: PositiveInt = opt(48, "longest timed answer, in tokens")
-    batch_sizes: list[int] = opt([4], "further batch sizes timed, prefill included")
+    batch_sizes: list[Annotated[int, Field(ge=2, le=65_536)]] = opt(
+        [4], "further batch sizes timed, prefill included; batch 1 always is. Prompts fewer than the size are repeated")
     sampling_contexts: PositiveInt = opt(16, "contexts of the sampling test")
-    sampling_draws: PositiveInt = opt(4000, "verified drafts a context of the sampling test")
+    sampling_draws: Draws = opt(4000, "verified drafts a context of the sampling test")
     entropy_prompts: NonNegativeInt = opt(16, "answers over which the target's entropy at rejections is measured")
     texts: bool = opt(False, "show texts in the report: rejected tokens with examples, prompts and answers; they may "
                              "be your users'")
     tracker: str = opt("none", "log the report's figures to wandb (offline without a key), another accelerate tracker, "
                                "or none")
-    seed: int = opt(0, "seed of every random choice of the evaluation")
+    seed: Seed = opt(0, "seed of every random choice of the evaluation")
     gap_tolerance: float = opt(1e-4, "top-2 logit gap below which a first difference counts as a near-tie")
+    server: LiveServer = field(default_factory=LiveServer)
 
 
 @dataclass
 class Export:
-    formats: list[str] = opt(["native"], "layouts to write, of native and speculators (docs/export.md)")
+    formats: list[str] = opt(["native"], "layouts to write, those of the drafter's kind: native and speculators, or "
+                                           "medusa and medusa-original (docs/export.md)")
     engines: list[Literal["vllm", "sglang", "tensorrt-llm"]] = opt(
         ["vllm"], "engines that must serve the drafter as it was trained: each refuses what it would serve otherwise")
     dtype: Literal["float32", "bfloat16", "float16"] = opt("float32", "precision of the exported tensors")
@@ -275,14 +326,14 @@ class Export:
                             "and values are checked in any case")
     check_prompts: PositiveInt = opt(4, "held-out prompts of that check")
     check_tokens: PositiveInt = opt(32, "longest answer of that check, in tokens")
-    tolerance: float = opt(0.02, "largest difference of an acceptance per position")
+    tolerance: Share = opt(0.02, "largest difference of an acceptance per position")
 
 
 @dataclass
 class Roi:
     """What `make roi` plans for (docs/roi.md): the machines that serve, their price, the traffic."""
 
-    price_per_gpu_hour: float = opt(0.0, "price of one GPU hour; 0 is not known")
+    price_per_gpu_hour: NonNegativeFloat = opt(0.0, "price of one GPU hour; 0 is not known")
     price_kind: Literal["on-demand", "reserved", "spot"] = opt("on-demand", "a spot price is held for 30 days at most")
     spot_held: bool = opt(False, "hold a spot price for longer all the same; the plan says so")
     hardware: str = opt("", "a name of recipes/hardware.json or plan.custom; empty: what the steps were measured on")
@@ -305,10 +356,10 @@ class Roi:
     training_gpu_hours: NonNegativeFloat = opt(0.0, "GPU hours of generation, capture and training; 0: from the run's "
                                                     "provenance")
     training_price_per_gpu_hour: NonNegativeFloat = opt(0.0, "their price; 0: price_per_gpu_hour")
-    batches: list[PositiveInt] = opt([1, 2, 4, 8], "measure: rows of a step; the first and the last calibrate")
-    draft_lengths: list[PositiveInt] = opt([2, 5], "measure: draft lengths K; K+1 are the widths of target passes")
+    batches: list[Rows] = opt([1, 2, 4, 8], "measure: rows of a step; the first and the last calibrate")
+    draft_lengths: list[DraftLength] = opt([2, 5], "measure: draft lengths K; K+1 are the widths of target passes")
     contexts: list[PositiveInt] = opt([200], "measure: cached tokens a row")
-    held_out: list[PositiveInt] = opt([3], "measure: draft lengths that are measured and predicted, not calibrated on")
+    held_out: list[DraftLength] = opt([3], "measure: draft lengths that are measured and predicted, not calibrated on")
     rounds: PositiveInt = opt(7, "measure: rounds whose median counts")
 
 

@@ -13,12 +13,21 @@ Legend: B rows, K draft length, q verified tokens a row, AL acceptance length wi
 import math
 from dataclasses import dataclass, fields, replace
 
-from recipes.cost import Format, Pass, Speed, experts_read, pass_seconds, pnorm
+from recipes.cost import (
+    Format,
+    Pass,
+    Speed,
+    cache_per_gpu,
+    experts_read,
+    pass_seconds,
+    pnorm,
+    weights_per_gpu,
+)
 from recipes.draft_cost import DraftSize
 from recipes.model_shape import ModelShape
 
 OVERLAP = 3.0  # exponent of the norm that joins moving and computing: engines hide most of the shorter one
-SEQUENTIAL = ("eagle3", "mtp", "model")  # one pass a draft token
+SEQUENTIAL = ("eagle3", "mtp", "model", "layer_cut")  # one pass a draft token
 KINDS = (*SEQUENTIAL, "parallel", "medusa", "lookup", "none")
 
 
@@ -62,12 +71,20 @@ class Place:
 @dataclass(frozen=True)
 class Draft:
     """How tokens are drafted. `size` of an EAGLE-3 or parallel drafter; `model` of a standalone one; `bits` its
-    weights; Medusa and MTP take what they need from the target."""
+    weights; MTP takes what it needs from the target, layer_cut its first `layers`. Medusa's heads are as wide as the
+    target, `blocks` residual blocks and a projection to `vocab` tokens each (0: the target's vocabulary)."""
 
     kind: str
     size: DraftSize | None = None
     model: ModelShape | None = None
     bits: float = 16.0
+    layers: int = 0
+    vocab: int = 0
+    blocks: int = 1
+
+    def head(self, shape: ModelShape) -> int:
+        """Weights of one of Medusa's heads."""
+        return shape.hidden * (self.blocks * shape.hidden + (self.vocab or shape.vocab))
 
 
 @dataclass(frozen=True)
@@ -122,12 +139,14 @@ def draft_seconds(draft: Draft, place: Place, c: Constants, step: Step) -> float
     if draft.kind in ("eagle3", "parallel"):
         busy = _eagle_seconds(draft, place, c, step)
     elif draft.kind == "medusa":
-        H, V = place.shape.hidden, place.shape.vocab
-        busy = dense_seconds(K * (H * H + H * V), rows, 0.0, draft.bits, place, c)
+        busy = dense_seconds(K * draft.head(place.shape), rows, 0.0, draft.bits, place, c)
     elif draft.kind == "mtp":
-        one = one_layer(place.shape)
+        one = some_layers(place.shape, 1)
         first = target_seconds(replace(place, shape=one), c, rows, step.width, step.context)
         busy = first + (K - 1) * target_seconds(replace(place, shape=one), c, rows * step.topk, 1, step.context)
+    elif draft.kind == "layer_cut":
+        own = replace(place, shape=some_layers(place.shape, draft.layers))
+        busy = K * target_seconds(own, c, rows * step.topk, 1, step.context)
     else:
         own = replace(place, shape=draft.model, keep=replace(place.keep, weight_bits=draft.bits))
         busy = K * target_seconds(own, c, rows * step.topk, 1, step.context)
@@ -150,10 +169,27 @@ def _eagle_seconds(draft: Draft, place: Place, c: Constants, step: Step) -> floa
     return first + head + (0.0 if parallel else (step.K - 1) * further)
 
 
-def one_layer(shape: ModelShape) -> ModelShape:
-    """A mean layer of the target with its head: a multi-token-prediction (MTP) module."""
-    matrices = tuple(replace(m, count=m.count / shape.layers) for m in shape.matrices)
-    return replace(shape, layers=1, matrices=matrices, windowed=0, window=0)
+def some_layers(shape: ModelShape, count: int) -> ModelShape:
+    """`count` mean layers of the target with its head; one is a multi-token-prediction (MTP) module."""
+    matrices = tuple(replace(m, count=m.count * count / shape.layers) for m in shape.matrices)
+    return replace(shape, layers=count, matrices=matrices, windowed=0, window=0)
+
+
+def draft_memory(draft: Draft, shape: ModelShape, K: int, keep: Format, rows: float, length: float) -> float:
+    """Bytes of a drafter on each GPU: its weights, and its own keys and values of so many rows of this length. Lookup
+    has neither; a layer_cut's weights are the target's own."""
+    size = draft.size
+    if size:
+        token = 2 * size.kv_heads * size.head_dim * size.layers * keep.cache_bits / 8
+        return size.parameters * draft.bits / 8 / keep.ranks + rows * length * token / min(keep.ranks, size.kv_heads)
+    if draft.kind == "medusa":
+        return K * draft.head(shape) * draft.bits / 8 / keep.ranks
+    if draft.kind == "layer_cut":
+        return cache_per_gpu(some_layers(shape, draft.layers), rows, length, keep)
+    if draft.kind in ("mtp", "model"):
+        own, drafting = replace(keep, weight_bits=draft.bits), draft.model or some_layers(shape, 1)
+        return weights_per_gpu(drafting, own) + cache_per_gpu(drafting, rows, length, own)
+    return 0.0
 
 
 def prompt_seconds(place: Place, c: Constants, tokens: float, rows: float = 1.0) -> float:
@@ -191,18 +227,25 @@ def tokens_per_second(draft: Draft, place: Place, c: Constants, step: Step) -> f
     return step.rows * step.kept / step_seconds(draft, place, c, step)
 
 
-def weight_read_bound(shape: ModelShape, keep: Format, bandwidth: float, rows: float, kept: float = 1.0) -> float:
+def weight_read_bound(shape: ModelShape, keep: Format, bandwidth: float, rows: float, kept: float = 1.0,
+                      apart: bool = False) -> float:
     """Tokens a second that no engine passes: the weights are read once a step at the full bandwidth, the head in the
-    layers' format. Experts: those that `rows` tokens need in expectation (verified ones need no fewer). The embedding,
-    of which a row reads a line, is left out."""
-    return rows * kept * bandwidth * keep.ranks / weight_read_bytes(shape, keep, rows)
+    layers' format. Experts: those of one token, since all rows may choose the same ones; `apart`: those that rows which
+    choose on their own need in expectation, a bound for such rows only. The embedding, of which a row reads a line, is
+    left out."""
+    return rows * kept * bandwidth * keep.ranks / weight_read_bytes(shape, keep, rows if apart else 1.0)
 
 
-def weight_read_bytes(shape: ModelShape, keep: Format, rows: float) -> float:
-    """Bytes of weights that a step of `rows` tokens reads at least, on all GPUs of a replica."""
-    read = sum(m.weights if not m.experts else m.weights / m.experts * experts_read(m.experts, m.chosen, Pass(rows))
+def weight_read_bytes(shape: ModelShape, keep: Format, choices: float = 1.0) -> float:
+    """Bytes of weights that a step reads on all GPUs of a replica, with the experts of so many independent choices."""
+    read = sum(m.weights if not m.experts else m.weights / m.experts * experts_read(m.experts, m.chosen, Pass(choices))
                for m in shape.matrices)
     return (read + shape.head) * keep.weight_bits / 8
+
+
+def product_bound(shape: ModelShape, flops: float, ranks: int) -> float:
+    """Tokens a second that no engine passes: each kept token was multiplied with every weight that it uses."""
+    return flops * ranks / shape.flops()
 
 
 def kept_of(per_position: list[float], K: int) -> float:

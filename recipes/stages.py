@@ -4,7 +4,7 @@ Every function computes one case; a plan computes two, the best and the worst of
 """
 
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, lcm
 
 from recipes import draft_cost as draft
 from recipes.cost import Format, Pass, Speed, cache_per_gpu, pass_seconds, weights_per_gpu
@@ -160,6 +160,7 @@ class Training:
     batch_rows: int
     accumulation: int
     validate_every: int
+    save_every: int
     validation_length: int
     keep: int
     zero_stage: int
@@ -168,6 +169,12 @@ class Training:
     cached: float = 0.0  # share of the rows that a cache keeps after the first epoch
     stored: str = "float32"  # how their states are stored, a key of recipes.storage.STORED
     floor: float = 0.0  # share of the chains that every step has at least
+
+
+def saves(steps: int, validate_every: int, save_every: int) -> int:
+    """Checkpoints that a run writes: at each validation, at each multiple of save_every, and at the end."""
+    at = (steps // n for n in (validate_every, save_every))
+    return sum(at) - steps // lcm(validate_every, save_every) + bool(steps % validate_every and steps % save_every)
 
 
 def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section: Training) -> Stage:
@@ -180,7 +187,7 @@ def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section
     depth = max(steps for _, steps in section.unroll)
     passes = 1 if size.parallel else depth
     micro = ceil(section.epochs * learnt / ranks / section.batch_rows)
-    moved = 3 * 4 * size.parameters * (passes + 1)  # weights and their gradients pass the memory in each step
+    moved = 3 * 4 * size.moved(passes)  # weights and their gradients pass the memory in each step
     busy = micro * (section.batch_rows * a_row / speed.flops + moved / speed.bandwidth
                     + 3 * (passes + 1) * speed.layer_s)
     forward = draft.forward_flops(size, length, draft.worked([load.answer], section.validation_length))
@@ -190,7 +197,7 @@ def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section
              "passes": busy, "updates": steps * draft.update_seconds(size, ranks, section.zero_stage, speed),
              "validation": checks * ceil(load.validation / ranks) * each}
     one = checkpoint_bytes(size.trained, size.parameters - size.trained, size.draft_vocab, size.vocab)
-    parts["checkpoints"] = checks * one / machine.disk
+    parts["checkpoints"] = saves(steps, section.validate_every, section.save_every) * one / machine.disk
     held = row_bytes(load.tokens, load.finals, size.taps, size.target_hidden, *STORED[section.stored])
     again = max(0.0, section.epochs - 1)
     read = section.epochs if section.states == "stored" else again * section.cached
@@ -226,7 +233,7 @@ class Judging:
     batch_sizes: tuple[int, ...]
     contexts: int
     draws: int
-    formats: int
+    formats: tuple[str, ...]  # layouts
     itemsize: int
     check: bool
     check_prompts: int
@@ -234,17 +241,22 @@ class Judging:
 
 
 def export(shape: ModelShape, keep: Format, machine: Machine, load: Load, section: Judging) -> Stage:
-    """Files, and the check in which a reader without a cache decodes a few prompts."""
-    weights, size = weights_per_gpu(shape, keep), section.size
-    written = section.formats * export_bytes(size.parameters, section.itemsize, size.draft_vocab, size.vocab)
+    """Files, and the check: our loop on a few prompts, and an independent reader on these and on as many validation
+    rows. It decodes plainly, reads the whole text once, and drafts without a cache, over the whole text where the
+    drafter attends."""
+    weights, size, speed = weights_per_gpu(shape, keep), section.size, machine.eager
+    written = sum(export_bytes(size.exported(layout), section.itemsize, size.draft_vocab, size.vocab)
+                  for layout in section.formats)
     parts = {"start and loading": machine.start_s + weights * keep.gpus / machine.disk, "files": written / machine.disk}
-    length = load.judged_prompt + section.check_tokens
+    length = load.judged_prompt + section.check_tokens + section.K
     if section.check:
         passes = section.check_tokens / load.accepted
-        whole = pass_seconds(shape, Pass(1, load.judged_prompt + section.check_tokens / 2, heads=section.K + 1), keep,
-                             machine.eager)
-        ours = cycle_seconds(shape, keep, machine, section.check_prompts, length, section)
-        parts["check"] = section.formats * passes * (section.check_prompts * whole + ours)
+        read = length if size.every else 1
+        whole = draft.draft_seconds(size, read, 1, 1, keep.other_bits / 8, speed) * (1 if size.parallel else section.K)
+        reading = (decode_seconds(shape, keep, speed, 1, load.judged_prompt, section.check_tokens + section.K, 1)
+                   + pass_seconds(shape, Pass(1, length, heads=length), keep, speed) + passes * whole)
+        ours = passes * cycle_seconds(shape, keep, machine, section.check_prompts, length, section)
+        parts["check"] = len(section.formats) * (2 * section.check_prompts * reading + ours)
     memory = machine.base + weights + 4 * size.parameters + 4 * length * shape.vocab + activations(shape, length, keep)
     return stage(parts, memory, written)
 
@@ -275,14 +287,14 @@ def evaluate(shape: ModelShape, keep: Format, machine: Machine, load: Load, sect
         return filling + waves * new / load.accepted * cycle_seconds(shape, keep, machine, at_once, context, section)
 
     timed = section.timed + 1  # one more warms up
+    # Of each batch size all timed prompts; twice where they are fewer than two batches, repeated where fewer than one.
+    batches = [(b, section.timed if section.timed >= 2 * b else 2 * max(section.timed, b)) for b in section.batch_sizes]
     parts = {
         "start and loading": machine.start_s + weights * keep.gpus / machine.disk,
         "acceptance": speculative(load.judged, section.max_tokens, section.batch),
         "lossless": plain(min(section.lossless, load.judged), section.max_tokens, section.batch),
         "speed": 2 * plain(timed, section.timed_tokens, 1) + 2 * speculative(timed, section.timed_tokens, 1)
-        + speculative(section.timed, section.timed_tokens, section.timed) + sum(
-            plain(section.timed, section.timed_tokens, b) + speculative(section.timed, section.timed_tokens, b)
-            for b in section.batch_sizes if b <= section.timed),
+        + sum(plain(rows, section.timed_tokens, b) + speculative(rows, section.timed_tokens, b) for b, rows in batches),
         "sampling": section.contexts * (pass_seconds(shape, Pass(1, prompt), keep, speed)
                                         + pass_seconds(shape, Pass(1, 1, prompt), keep, speed)
                                         + 40 * section.draws * shape.vocab / 8 / speed.bandwidth)}

@@ -22,8 +22,8 @@ def row_bytes(tokens: float, finals: float, taps: int, hidden: int, itemsize: in
 
 
 def checkpoint_bytes(trained: float, frozen: float, D: int, V: int) -> float:
-    """Bytes of one checkpoint: the drafter twice (to serve and to go on), two moments of what is trained, the maps."""
-    return 4 * (2 * (trained + frozen) + 2 * trained) + 8 * D + V
+    """Bytes of one checkpoint: the drafter, two moments of what is trained, the maps."""
+    return 4 * (trained + frozen + 2 * trained) + 8 * D + V
 
 
 def export_bytes(parameters: float, itemsize: int, D: int, V: int) -> float:

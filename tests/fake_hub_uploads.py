@@ -144,7 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
             return 412, {"error": "another commit is the head"}
         for row in rows:
             value = row["value"]
-            if row["key"] == "lfsFile":
+            if row["key"] == "deletedFile":
+                del repo["files"][value["path"]]
+            elif row["key"] == "lfsFile":
                 if value["oid"] not in hub.objects:
                     return 400, {"error": "no such object"}
                 repo["files"][value["path"]] = hub.objects[value["oid"]]

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 from data.generate import Generator, Request
 from data.sampling import Sampling
@@ -26,7 +26,26 @@ def never(user: str, before: int) -> str:
     return ""
 
 
-class FakeServer:
+class OnLoopback:
+    """A server on loopback while in `with`, at `url`. A subclass begins it with its handler, whose `fake` is the
+    server, and has the event `over`, which is set at the end."""
+
+    over: threading.Event
+
+    def begin(self, handler: type[BaseHTTPRequestHandler]) -> Self:
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), {"fake": self}))
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.over.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+
+class FakeServer(OnLoopback):
     """Use in `with`. `manner`: ids (vLLM, SGLang), named (token_id:N), trimmed (SGLang without its end token), text.
 
     `gate`: completions wait until so many are in flight. Served: `counts` of completions per user, `most` in flight,
@@ -44,18 +63,8 @@ class FakeServer:
         self.counts, self.bodies, self.flying, self.most = Counter(), [], 0, 0
         self.on_request: Callable[[str], None] = lambda user: None
 
-    def __enter__(self) -> "FakeServer":
-        handler = type("Handler", (_Handler,), {"fake": self})
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.over.set()
-        self.http.shutdown()
-        self.http.server_close()
+    def __enter__(self) -> Self:
+        return self.begin(_Handler)
 
     def rows(self) -> Counter:
         """Completions a row, the checks at the start left out."""

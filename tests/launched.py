@@ -12,6 +12,7 @@ from unittest import mock
 import forked
 import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from recipes.cli import run
@@ -58,6 +59,7 @@ def train(base: Path, name: str, config: Path | None, *flags: str, each: Callabl
         importlib.import_module("deepspeed")  # once, for all forks
 
     def work(rank: int) -> None:
+        AcceleratorState._reset_state(True)  # of a test before in this process
         os.environ.update(known)
         torch.set_num_threads(1)
         each(rank)

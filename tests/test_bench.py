@@ -13,7 +13,7 @@ from test_cli import stage
 from tiny import LAYERS, V, conversations, load_target, write_prompts, write_recipe, write_target, write_traces
 from torch import nn
 
-from bench import generate, passes, rows, turns
+from bench import decode, generate, passes, rows, turns
 from bench import run as bench_run
 from bench.capture import batches
 from bench.material import Stock, apart
@@ -322,3 +322,12 @@ def test_training_on_another_dtype_begins_alike_and_differs_by_the_states_alone(
     assert notes["rows"] + 2 == len(TraceReader(world / "runs" / "tiny" / "traces").split("train"))
     code, err, _ = bench(world, capsys, "trained", "--trained.dtypes", '["int7"]')
     assert code == 2 and "trained.dtypes: 'int7': unknown; known: float32" in err
+
+
+def test_prediction_and_share_stand_beside_the_measured_ratio():
+    """A loop at 1.2 of plain where 1.5 was predicted makes 0.8 of it; the other reference's ratio is not taken."""
+    measured = [rows.Row("chain", "ratio", 0.9, "x", "theirs"), rows.Row("tree", "ratio", 0.5, "x", "ours"),
+                rows.Row("chain", "ratio", 1.2, "x", "ours")]
+    assert decode.predicted_rows("chain", 1.5, measured, "ours") == [
+        rows.Row("chain", "predicted_speedup", 1.5, "x", "ours"),
+        rows.Row("chain", "share_of_predicted", pytest.approx(0.8), "", "ours")]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import LAYERS, llama, load_target, write_target
 
-from drafters import checkpoint
+from drafters import checkpoint, vocab
 from drafters.eagle3_build import copy_last_layers
 from drafters.propose import RowMemory
 from drafters.registry import entry, options_of
@@ -196,6 +196,60 @@ def test_damaged_folders_are_config_errors(base, saved):
             checkpoint.load(saved, base[1])
     with pytest.raises(ConfigError, match="train first"):
         checkpoint.load(saved / "nowhere", base[1])
+
+
+@pytest.mark.parametrize("path, value, named", [
+    (("shape", "intermediate_size"), 10**10, "config implies"), (("shape", "head_dim"), 10**10, "config implies"),
+    (("shape", "num_attention_heads"), 0, "shape.num_attention_heads = 0"), (("shape", "head_dim"), True, "= True"),
+    (("shape", "hidden_size"), "32", "shape.hidden_size = '32'"), (("shape", "rms_norm_eps"), 2, "rms_norm_eps = 2"),
+    (("shape", "draft_vocab_size"), 10**10, "d2t"), (("shape", "wings"), 2, "shape.wings is missing or unknown"),
+    (("shape", "rope_parameters"), "x", "rope_parameters must be a mapping"),
+    (("shape", "rope_parameters"), {"rope_theta": "x"}, "rope_theta = 'x'"),
+    (("shape", "rope_parameters"), {"rope_type": "default"}, "rope_theta = 0.0"),
+    (("shape",), [1], "shape = "), (("options",), None, "options = None: must be a dict"),
+    (("layers",), ["a"], "layers = "),
+    (("kind",), 5, "kind = 5"), (("target",), "x", "target = .x."), (("target",), {}, "target.fingerprint = None")])
+def test_what_drafter_json_says_is_held_against_the_tensors(base, saved, path, value, named):
+    """Cases 13, 32: a drafter.json of other sizes or forms is refused by field, before anything of its sizes is
+    allocated."""
+    meta = checkpoint.read_meta(saved)
+    node = meta
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    (saved / checkpoint.META).write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match=named):
+        checkpoint.load(saved, base[1])
+
+
+def test_a_drafter_json_that_would_fill_memory(base, saved):
+    """A description is kilobytes: a larger or deeper one is refused before it is parsed into memory."""
+    for content, named in (('{"a": "' + "x" * 4_000_000 + '"}', "larger than 4000000 bytes"),
+                           ("[" * 100_000, "cannot be read")):
+        (saved / checkpoint.META).write_text(content)
+        with pytest.raises(ConfigError, match=f"drafter.json: {named}"):
+            checkpoint.load(saved, base[1])
+
+
+@pytest.mark.parametrize("d2t, t2d", [(torch.zeros(16), None), (torch.zeros(4, 4).long(), None),
+                                      (None, torch.ones(8, 8).bool())])
+def test_maps_of_another_form(base, saved, d2t, t2d):
+    """Case 56: maps that are no lists of whole numbers are refused, not indexed with."""
+    tensors = load_file(saved / checkpoint.WEIGHTS)
+    given = {name: t for name, t in (("d2t", d2t), ("t2d", t2d)) if t is not None}
+    save_file(tensors | given, saved / checkpoint.WEIGHTS)
+    with pytest.raises(ConfigError, match="d2t"):
+        checkpoint.load(saved, base[1])
+    with pytest.raises(ConfigError, match="d2t"):
+        vocab.check(given.get("d2t", tensors["d2t"]), given.get("t2d", tensors["t2d"]))
+
+
+def test_a_target_whose_rotation_no_export_can_state(base, monkeypatch):
+    """Cases 32, 33: refused before anything is trained for it."""
+    _, target, _ = base
+    monkeypatch.setitem(target.config.rope_parameters, "rope_type", "longrope")
+    with pytest.raises(ConfigError, match="rope_type = 'longrope': engines load drafters with default, linear"):
+        fresh(target)
 
 
 def test_unknown_kind_and_option_name_the_known_ones(base, saved):

@@ -1,7 +1,9 @@
 """Exit codes and messages: one line for what a user can cause, no traceback without --debug, nothing half-made."""
 
 import errno
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +18,12 @@ from tiny_drafter import make_meta, make_state, write_checkpoint
 from data import collect
 from eval import run as eval_run
 from recipes import cli
+from recipes import files as recipe_files
 from recipes.schema import opt
 from train import run as train_run
 
 ROOT = Path(__file__).resolve().parent.parent
+LONGEST = max(len(row.ids) for row in conversations(4, 2))
 STAGE = """
 import os, signal, sys
 from recipes.cli import Command, run
@@ -63,10 +67,15 @@ def test_a_fault_of_ours_is_not_hidden():
 @pytest.mark.parametrize("argv, message", [
     (["train.lr", "1"], "train.lr: not an option"), (["--train.lr"], "--train.lr: a value is missing"),
     (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot read this recipe"),
-    (["--train.epoch=3"], "did you mean train.epochs?"), (["--train.lr", "x"], "train.lr = 'x'")])
+    (["--train.epoch=3"], "did you mean train.epochs?"), (["--train.lr", "x"], "train.lr = 'x'"),
+    (["--previw"], "--previw: unknown option; did you mean preview?"),
+    (["--previw", "--train.lr", "1"], "--previw: unknown option; did you mean preview?"),
+    (["--preview=1"], "--preview: takes no value, got 1"), (["--debgu"], "did you mean debug?"),
+    (["--verify_rows", "3"], "did you mean trace.verify_rows?"), (["--nme", "x"], "did you mean name?")])
 def test_bad_usage(capsys, argv, message):
     """A wrong command line exits 2 with one line."""
-    code, err = stage(cli.Command("make x", "About.", lambda recipe, switches: None), capsys, *argv)
+    command = cli.Command("make x", "About.", lambda recipe, switches: None, {"preview": "p", "verify": "v"})
+    code, err = stage(command, capsys, *argv)
     assert code == 2 and message in err and err.count("\n") == 1
 
 
@@ -112,6 +121,7 @@ def files(folder: Path) -> set[str]:
     ("prompts.jsonl", {"model": "mute"}, {}, "its tokenizer has no chat template"),
     ("prompts.jsonl", {"model": "shallow"}, {"layers": []}, "is not three distinct ascending layers"),
     ("prompts.jsonl", {}, {"layers": [1, 1, 2]}, "trace.layers = [1, 1, 2]: must be distinct"),
+    ("prompts.jsonl", {}, {"layers": [1, 2]}, "trace.layers = [1, 2]: a drafter of kind eagle3 reads three layers"),
     ("prompts.jsonl", {"device": "gpu0"}, {}, "target.device = gpu0: not a device"),
     ("empty.jsonl", {}, {}, "empty.jsonl: holds no prompts"),
     ("missing.jsonl", {}, {}, "missing.jsonl: cannot read prompts"),
@@ -123,7 +133,8 @@ def test_trace_refuses(world, tmp_path, capsys, prompts, target, trace, message)
     path = recipe_in(world, tmp_path, prompts, target=target, trace=trace)
     code, err = stage(collect.COMMAND, capsys, "--config", str(path))
     assert code == 2 and message in err
-    assert files(tmp_path / "runs") <= {"tiny/recipe.yaml", "tiny/traces/settings.json"}
+    records = {"tiny/recipe.yaml", "tiny/traces/settings.json", "tiny/traces/provenance.json"}
+    assert files(tmp_path / "runs") in (set(), records)  # refused before the folder was taken, or behind it
 
 
 def train_recipe(world: Path, tmp_path: Path, **sections) -> Path:
@@ -142,17 +153,27 @@ def train_recipe(world: Path, tmp_path: Path, **sections) -> Path:
     ({"target": {"model": "other"}}, 2, "whose weights differs from this target's"),
     ({"trace": {"layers": [1, 2, 4]}}, 2, "traced layers [1, 2, 3], the recipe wants [1, 2, 4]"),
     ({"train": {"user_turns": True}}, 2, "marks no user turn"),
+    ({"trace": {"max_length": LONGEST - 1}}, 2, f"holds a row of {LONGEST} tokens; set it to {LONGEST} or more"),
+    ({"train": {"validation_draft_length": 7}}, 2, "was traced for 6; set it to 6 or less"),
     ({"train": {"tracker": "nothing"}}, 2, "train.tracker = nothing: not installed or not known"),
     ({"name": "untraced"}, 1, "manifest.json: missing or unreadable; run `make trace` first"),
 ])
 def test_train_refuses(world, tmp_path, capsys, sections, code, message):
-    """Bad input of `make train`: one message, no checkpoint (cases 36, 57)."""
+    """Bad input of `make train`: one message, no checkpoint (cases 36, 49, 57). The rows' tails are of six tokens."""
     name = sections.pop("name", "tiny")
     if sections.get("target"):
         sections = {"target": {"model": str(world / sections["target"]["model"])}}
     path = train_recipe(world, tmp_path, **sections)
     found, err = stage(train_run.COMMAND, capsys, "--config", str(path), "--name", name)
     assert found == code and message in err and not (world / "runs" / name / "checkpoints").exists()
+
+
+def test_rows_and_drafts_at_the_limit_are_trained(world, tmp_path, capsys):
+    """Rows of exactly trace.max_length tokens and tails of exactly the draft length are taken (case 49)."""
+    path = train_recipe(world, tmp_path, trace={"max_length": LONGEST}, train={"validation_draft_length": 6})
+    shutil.copytree(world / "runs" / "tiny" / "traces", tmp_path / "runs" / "limit" / "traces")
+    flags = ("--runs_dir", str(tmp_path / "runs"), "--name", "limit")
+    assert stage(train_run.COMMAND, capsys, "--config", str(path), *flags)[0] == 0
 
 
 def test_eval_refuses_another_targets_checkpoint(world, tmp_path, capsys):
@@ -181,9 +202,28 @@ def test_run_folder_that_cannot_be_written(world, tmp_path, capsys, command):
     assert code == 2 and f"{tmp_path / 'file' / 'tiny'}: cannot write the run's folder: Not a directory" in err
 
 
+@pytest.mark.parametrize("command, part", [(collect.COMMAND, "traces"), (train_run.COMMAND, "checkpoints")],
+                         ids=lambda value: getattr(value, "name", value))
+def test_a_run_on_a_read_only_file_system(world, tmp_path, capsys, monkeypatch, command, part):
+    """The run's folders are there and nothing can be written: exit 2 and what to do, as where they are not there."""
+    def read_only(path, mode="r", **rest):
+        if mode == "wb":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return open(path, mode, **rest)
+
+    folder = tmp_path / "runs" / "tiny" / part
+    (folder / "kept").mkdir(parents=True)
+    monkeypatch.setattr(recipe_files, "open", read_only, raising=False)
+    code, err = stage(command, capsys, "--config", str(recipe_in(world, tmp_path)))
+    assert (code, files(tmp_path / "runs")) == (2, set())
+    assert err == (f"{command.name}: error: {folder}: cannot write the run's folder: Read-only file system; make it "
+                   "writable, or name another place with runs_dir or name\n")
+
+
 @pytest.mark.parametrize("renames, named", [
-    (0, "tiny/recipe.yaml"), (1, "settings.json"), (2, "0-00000.000.safetensors"), (3, "0-00000.000.safetensors"),
-    (4, "answers/0-00000.json"), (5, "manifest.json"), (6, "shard-00000.safetensors"), (7, "shard-00000.safetensors")])
+    (0, "settings.json"), (1, "tiny/recipe.yaml"), (2, "provenance.json"), (3, "0-00000.000.safetensors"),
+    (4, "0-00000.000.safetensors"), (5, "answers/0-00000.json"), (6, "manifest.json"), (7, "shard-00000.safetensors"),
+    (8, "shard-00000.safetensors")])
 def test_full_disk_while_tracing(world, tmp_path, capsys, monkeypatch, renames, named):
     """No space left at a rename: one message with the path, no temporary file; then the same command finishes."""
     path = recipe_in(world, tmp_path)
@@ -221,6 +261,49 @@ def test_make_demo_prints_its_stages():
     stages = ["data.collect", "train.script", "eval.ship", "eval.run"]
     places = [done.stdout.index(f"-m {name} --config recipes/smollm2-135m/eagle3-demo.yaml") for name in stages]
     assert places == sorted(places)
+
+
+PYTHON = """#!{python}
+import json, sys
+if sys.argv[1:3] == ["-m", "train.script"]:
+    print("train/eagle3.py")
+with open({log!r}, "a") as f:
+    f.write(json.dumps(sys.argv[2:]) + "\\n")
+"""
+
+
+def made(folder: Path, *variables: str) -> tuple[list[list[str]], str]:
+    """The commands, as lists of words, that `make train` runs under a Python that only notes them; its output."""
+    log = folder / "log"
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").write_text(PYTHON.format(python=sys.executable, log=str(log)))
+    (folder / "bin" / "python").chmod(0o755)
+    (folder / ".ready").touch()
+    done = subprocess.run(["make", "--no-print-directory", "train", f"VENV={folder}", *variables], cwd=ROOT, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in log.read_text().splitlines()], done.stdout
+
+
+def test_make_train_passes_words_as_they_are(tmp_path):
+    """A value with a space or a quote in it reaches the script as one word, and the command is printed as it was
+    typed, so that it can be typed again."""
+    args = """--name 'a b' --target.device_map "{model: 0}" --runs_dir "it's" --trace.layers [1,2]"""
+    (script, launch), out = made(tmp_path, f"ARGS={args}", "LAUNCH=--config_file 'my file.yaml'", "RECIPE=r.yaml")
+    words = ["--config", "r.yaml", "--name", "a b", "--target.device_map", "{model: 0}", "--runs_dir", "it's",
+             "--trace.layers", "[1,2]"]
+    assert script == ["train.script", *words]
+    assert launch == ["accelerate.commands.launch", "--quiet", "--config_file", "my file.yaml", "train/eagle3.py",
+                      *words]
+    shown = subprocess.run(["sh", "-c", f"printf '%s\\n' {out}"], capture_output=True, text=True).stdout
+    assert shown.splitlines()[1:] == ["-m", *launch]
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_make_train_shows_its_help(tmp_path, flag):
+    """The help is shown by the stage itself, and nothing is launched."""
+    commands, _ = made(tmp_path, f"ARGS={flag}")
+    assert commands == [["train.run", flag]]
 
 
 @dataclass

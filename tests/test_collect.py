@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import namedtuple
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from data.collect import COMMAND
 from data.generate import Answer, Generator
 from data.prompts import Prompt, hold_out, read_jsonl
 from data.staging import UnitParts
-from data.store import TraceReader
+from data.store import TraceReader, list_digest
 from recipes.cli import run
 from recipes.files import alone
 from recipes.loader import load_recipe
@@ -121,6 +121,27 @@ def test_traces_hold_every_prompt_once_with_its_split(world):
     assert abs(written / manifest["predicted_bytes"] - 1) < 0.05
 
 
+def test_rows_cut_by_length_are_marked(world, tmp_path):
+    """Every entry of a shard list says how its answer ended: at the end token, or at generation.max_tokens without one;
+    as many as the manifest counts. Lists without the mark are read as before (case 60)."""
+    recipe, traces = fresh(tmp_path, world, generation={"temperature": 5.0, "max_tokens": 40})
+    assert trace(recipe) == 0
+    reader = TraceReader(traces)
+    lists = [json.loads(path.read_text()) for path in sorted((traces / "shards").glob("*.json"))]
+    marks = {row["id"]: row["finish"] for listed in lists for row in listed["rows"]}
+    rows = [reader[i] for i in range(len(reader))]
+    assert marks == {r.id: "stop" if int(r.ids[-1]) == 2 else "length" for r in rows} == {r.id: r.finish for r in rows}
+    assert Counter(marks.values()) == reader.manifest["finish"] and len(reader.manifest["finish"]) == 2
+    for listed in lists:
+        for row in listed["rows"]:
+            del row["finish"]
+        listed["list_sha256"] = list_digest(listed)
+        (traces / "shards" / f"{listed['name']}.json").write_text(json.dumps(listed))
+    before = content(traces)
+    assert {row.finish for row in map(TraceReader(traces).__getitem__, range(len(rows)))} == {""}
+    assert trace(recipe) == 0 and content(traces) == before, "complete as they are: nothing is made again"
+
+
 def test_manifest_is_written_before_the_first_shard(world, tmp_path, monkeypatch):
     """A reader that sees a shard can always see what it belongs to (case 35)."""
     recipe, traces = fresh(tmp_path, world)
@@ -173,7 +194,7 @@ def test_run_stopped_at_any_write_goes_on_to_the_same_bytes(world, tmp_path, mon
 def test_killed_process_goes_on_to_the_same_bytes(world, tmp_path):
     """A process that dies while its second shard is half there, no handler run, loses that only (cases 16, 35)."""
     recipe, traces = fresh(tmp_path, world)
-    died = subprocess.run([sys.executable, "-c", DIE, "13", "--config", str(recipe)], cwd=ROOT,
+    died = subprocess.run([sys.executable, "-c", DIE, "14", "--config", str(recipe)], cwd=ROOT,
                           env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert died.returncode == KILLED, died.stderr
     assert list(traces.glob("shards/.*.tmp")), "the half-written shard must be there for this test to mean anything"
@@ -191,10 +212,13 @@ def test_killed_process_goes_on_to_the_same_bytes(world, tmp_path):
     (["--target.dtype", "bfloat16"], "target.dtype was 'float32', now 'bfloat16'"),
 ])
 def test_changed_setting_is_refused_by_name(world, capsys, flags, named):
-    """Traces of other settings are never reused or mixed; the message names the setting (case 30)."""
-    before = content(world[2])
+    """Traces of other settings are never reused or mixed; the message names the setting, and what the run says of
+    itself stays true (cases 30, 36)."""
+    before, run = content(world[2]), world[2].parent
+    records = [(run / "recipe.yaml").read_bytes(), (world[2] / "provenance.json").read_bytes()]
     assert trace(world[2].parents[2] / "r.yaml", *flags) == 2
     assert named in capsys.readouterr().err and content(world[2]) == before
+    assert records == [(run / "recipe.yaml").read_bytes(), (world[2] / "provenance.json").read_bytes()]
 
 
 @pytest.mark.parametrize("change, named", [
@@ -332,6 +356,42 @@ def test_two_runs_do_not_share_a_folder(world, tmp_path, capsys):
     with alone(traces):
         assert trace(recipe) == 1 and "another run is at work there" in capsys.readouterr().err
     assert content(traces) == before and trace(recipe) == 0
+
+
+def test_a_changed_answer_is_made_again(world, tmp_path):
+    """Cases 16 and 35: a unit that is whole JSON and not what was written is no unit: the run after it ends with the
+    store and counts of an undisturbed one."""
+    recipe, traces = fresh(tmp_path, world)
+    assert trace(recipe) == 0
+    unit = sorted((traces / "answers").glob("*.json"))[0]
+    stored = json.loads(unit.read_text())
+    stored["answers"][0]["tokens"][0] ^= 1
+    unit.write_text(json.dumps(stored))
+    assert trace(recipe) == 0 and content(traces) == content(world[2])
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "{", ""])
+def test_settings_that_are_no_object_are_named(world, tmp_path, capsys, text):
+    recipe, traces = fresh(tmp_path, world)
+    assert trace(recipe) == 0
+    (traces / "settings.json").write_text(text)
+    assert trace(recipe) == 1
+    said = capsys.readouterr().err
+    assert f"{traces / 'settings.json'}: missing or unreadable; delete {traces} to start over" in said
+
+
+def test_a_second_run_leaves_the_settings_of_one_that_begins(world, tmp_path, capsys):
+    """The first run holds the folder and has collected nothing yet: a second one with other settings is refused, and
+    neither settings.json nor recipe.yaml becomes its own (case 30)."""
+    recipe, traces = fresh(tmp_path, world)
+    collector = collect.Collector(load_recipe(recipe, {}))
+    with collector.at_work():
+        collector.record()
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert trace(recipe, "--generation.seed", "5") == 1
+        assert "another run is at work there" in capsys.readouterr().err
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert trace(recipe) == 0 and content(traces) == content(world[2])
 
 
 def test_marked_user_turns_reach_store_manifest_and_key(world, tmp_path):

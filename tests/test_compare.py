@@ -10,6 +10,7 @@ from test_report import Page, sample_report
 
 from eval.compare import COMMAND, as_markdown, compared, read_runs
 from eval.paired import METRICS, conclusion, conversations, holm, judge, matched
+from eval.plots import draw_comparison
 from recipes.cli import run as run_command
 from recipes.errors import ConfigError
 
@@ -123,7 +124,8 @@ def test_other_stacks_need_a_flag(tmp_path):
 
 @pytest.mark.parametrize("content, message", [
     (None, "cannot read this report"), ("{", "not JSON"), ("[]", "not a report of form drafthouse.report/1"),
-    ('{"schema": "drafthouse.report/1"}', "target, stack, settings, total, sets, prompts missing"),
+    ('{"schema": "drafthouse.report/1"}',
+     "name, target, drafter, stack, settings, total, sets, prompts, verdict missing"),
 ])
 def test_files_that_are_no_reports(tmp_path, content, message):
     path = tmp_path / "x.json"
@@ -166,7 +168,44 @@ def test_the_command(tmp_path, capsys):
     assert "\\<script\\>\\|x" in markdown and markdown.count("\n|") == 2 + 2 * len(METRICS)
 
 
+def test_a_lossy_report_is_marked_wherever_it_shows(tmp_path, capsys):
+    """Label, so table, plots and page; summary; Markdown and terminal say why. The mark stands in front of a name that
+    plots cut."""
+    lossy = sample_report()["settings"] | {"acceptance": "typical", "lossy": True}
+    long = "a-name-that-no-plot-has-room-for"
+    paths = [written(tmp_path, "base"), written(tmp_path, long, prompts=prompts(1.6, seed=3), settings=lossy)]
+    with pytest.raises(SystemExit) as stop:
+        run_command(COMMAND, [*paths, "--out", str(tmp_path / "out"), "--runs_dir", str(tmp_path)])
+    out, label = capsys.readouterr().out, f"B LOSSY {long}"
+    assert stop.value.code == 0 and f"{label}: typical acceptance" in out
+    result = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [(run["label"], run["lossy"]) for run in result["runs"]] == [("A base", False), (label, True)]
+    assert {one["run"] for metric in result["metrics"] for one in metric["against_first"]} == {label}
+    assert f"{label}: typical acceptance" in (tmp_path / "out" / "compare.md").read_text()
+    page = Page((tmp_path / "out" / "compare.html").read_text())
+    assert f"{label} : typical acceptance" in page.text and "lossy true" in page.text
+    assert f"{label} 2." in draw_comparison(result["runs"])["length"]  # the plot's own words
+
+
 def test_the_same_reports_give_the_same_comparison(tmp_path):
     paths = [written(tmp_path, "one"), written(tmp_path, "two", prompts=prompts(1.3))]
     one, two = (compared(read_runs(paths, False), seed=1) for _ in range(2))
     assert one == two and as_markdown(one) == as_markdown(two)
+
+
+def test_servers_timed_at_other_concurrencies_need_a_flag(tmp_path):
+    """Case 23: times at 4 and at 16 requests in flight say nothing of the drafters."""
+    settings = sample_report()["settings"] | {"batch_size": 4}
+    paths = [written(tmp_path, "one", server={}), written(tmp_path, "two", server={}, settings=settings)]
+    with pytest.raises(ConfigError, match="was timed at concurrency 4, .* at concurrency 16; give --across"):
+        read_runs(paths, allowed=False)
+    assert "batch_size was 16, now 4" in read_runs(paths, allowed=True)[1].differs
+    assert compared(read_runs(paths, allowed=True), 0)["timed_at"] == "concurrency 16"
+
+
+def test_plots_leave_out_what_a_run_does_not_know():
+    """A server without counters, or without a baseline: no point, and no plot where no run has one."""
+    rows = [{"label": name, "mean_length": None, "ci95": None, "speedup": speedup, "speedup_ci95": ci95}
+            for name, speedup, ci95 in (("A one", None, None), ("B two", 1.25, [1.0, 1.5]))]
+    plots = draw_comparison(rows)
+    assert plots["length"] is None and "B two 1.25" in plots["speedup"] and "A one" not in plots["speedup"]

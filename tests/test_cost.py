@@ -220,13 +220,20 @@ def test_steps_are_the_plans():
 
 
 def test_files_are_as_large_as_the_demos():
-    """The demo's drafter (9.8 M parameters, D 8,192) took 39,348,616 bytes to serve and 39,233,816 + 78,476,488 to go
-    on; its 63,006 tokens of traces 550,601,772."""
+    """The demo's drafter (9.8 M parameters, D 8,192) took 39,348,616 bytes and its moments 78,476,488; its 63,006
+    tokens of traces 550,601,772."""
     size = DraftSize(576, 576, 3, 9, 3, 64, 1536, 8192, 49152)
     found = storage.checkpoint_bytes(size.trained, 0, 8192, 49152)
-    assert found == pytest.approx(39348616 + 39233816 + 78476488, rel=0.001)
+    assert found == pytest.approx(39348616 + 78476488, rel=0.001)
     assert storage.export_bytes(size.parameters, 4, 8192, 49152) == pytest.approx(39348648, rel=0.001)
     assert storage.row_bytes(63006, 25950 + 22967, 3, 576, 4, False) == pytest.approx(550601772, rel=0.01)
+
+
+def test_checkpoints_are_counted_as_the_loop_writes_them():
+    """10 steps: validated at 4, 8 and 10, saved at 3, 6 and 9 too; every multiple of both once; the end always."""
+    assert stages.saves(10, 4, 3) == len({3, 4, 6, 8, 9, 10})
+    assert stages.saves(12, 4, 3) == len({3, 4, 6, 8, 9, 12}) and stages.saves(10, 5, 5) == 2
+    assert stages.saves(1, 200, 200) == 1 and stages.saves(1284, 200, 50) == 26
 
 
 # --- stages ---
@@ -285,7 +292,7 @@ def test_online_training_holds_and_runs_the_target():
 
     def trained(states: str, cached: float = 0.0) -> stages.Stage:
         return stages.train(shape, Format(), ONE, load, stages.Training(
-            size, ((0.0, 3),), 1.0, 3.0, 1, 1, 200, 4, 2, 0, True, states, cached, "bfloat16"))
+            size, ((0.0, 3),), 1.0, 3.0, 1, 1, 200, 200, 4, 2, 0, True, states, cached, "bfloat16"))
 
     stored, computed, half = trained("stored"), trained("computed"), trained("computed", 0.5)
     held = 20000 * 10 + (20000 * 3 + 10000) * 4096 * 2
@@ -294,7 +301,7 @@ def test_online_training_holds_and_runs_the_target():
     assert computed.parts["reading states"] == 0 and half.parts["reading states"] == pytest.approx(held / 1e9)
     assert half.disk - computed.disk == pytest.approx(held / 2)
     assert computed.memory - size.parameters * 16 > 2 * shape.parameters > stored.memory - size.parameters * 16
-    assert stored.disk == pytest.approx(3 * 16 * size.parameters, rel=0.01)
+    assert stored.disk == pytest.approx(3 * 12 * size.parameters, rel=0.01)
 
 
 def test_dollars():

@@ -10,6 +10,7 @@ from tiny import LAYERS, V, left_to_the_collector, load_target, plain_model, wri
 
 from data.sampling import Sampling
 from drafters.registry import entry, options_of
+from eval import decode
 from eval.decode import Decoder, Output
 from eval.metrics import Acceptance
 
@@ -138,6 +139,26 @@ def test_take_by_hand():
         out = Output()
         assert out.take(tokens, {9}, limit, 1.0) == bool(reason)
         assert (out.tokens, out.finish, out.times) == (kept, reason, [(1.0, len(kept))])
+
+
+@pytest.mark.parametrize("K", [0, 2])
+def test_the_clock_is_read_when_the_tokens_are(monkeypatch, K):
+    """A tensor's list waits for the device, so that what is launched before has run: tokens appear behind it, in the
+    prefill, a plain step and a speculative one."""
+    events, plain = [], {"read": torch.Tensor.tolist, "clock": decode.time.perf_counter, "take": Output.take}
+
+    def noted(name: str):
+        return lambda *args: events.append(name) or plain[name](*args)
+
+    decoder, drafter = Decoder(scripted([3, 4, 5, 6, 7]), 5), oracle([[1, 2]], [[3, 4, 5, 6, 7]], 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", noted("read"))
+        patch.setattr(decode.time, "perf_counter", noted("clock"))
+        patch.setattr(Output, "take", noted("take"))
+        decoder.speculative([[1, 2]], drafter, K) if K else decoder.plain([[1, 2]])
+    takes = [i for i, event in enumerate(events) if event == "take"]
+    assert len(takes) == (3 if K else 5)
+    assert all(events[i - 2 : i] == ["read", "clock"] for i in takes)
 
 
 def test_rejections_and_contexts_by_hand():

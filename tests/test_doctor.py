@@ -1,21 +1,25 @@
 """`make doctor` names the first stage that departs: every departure is injected into a run that agrees."""
 
+import gc
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tiny import call
-from tiny_run import tiny_run
+from tiny_run import change_json, change_shard, change_tensors, roll_states, tiny_run
 
 from data.chat import prompt_ids
 from data.prompts import evaluation_prompts
-from data.store import list_digest
+from drafters.target import Target
 from eval import doctor, ship
 from eval.decode import Decoder
-from recipes.files import sha256_file
+from eval.departures import compare_all
+from eval.metrics import Acceptance
+from eval.witnesses import Evidence, loop
 
 FORMATS = ["--export.formats", "[native, speculators]"]
 QUICK = ["--rows", "2", "--starts", "2", "--prompts", "2"]
@@ -59,39 +63,17 @@ def test_a_run_that_agrees(base, capsys):
     assert found["first"] is None
     assert found["witnesses"] == ["training", "loop", "reader of native", "reader of speculators"]
     stages = list(dict.fromkeys(f["stage"] for f in found["findings"]))
-    assert stages == ["dtype", "vocabulary", "layers", "positions", "token ids", "layer states", "teacher",
-                      "drafter logits at step 1", "drafter logits at step 2", "drafter logits at step 3", "acceptance"]
+    assert found["not_compared"] == []
+    assert stages == ["checkpoint", "dtype", "vocabulary", "layers", "positions", "token ids", "layer states",
+                      "teacher", "drafter logits at step 1", "drafter logits at step 2", "drafter logits at step 3",
+                      "acceptance"]
     between = {f["between"] for f in found["findings"] if f["stage"] == "acceptance"}
     assert between == {"training and loop", "loop and reader of native", "loop and reader of speculators",
                        "reader of native and reader of speculators"}
 
 
-def change_json(path, change):
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
-def change_tensors(path, change):
-    tensors = load_file(path)
-    change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-
-
-def shard(base, change):
-    """Changes a stored shard and makes its list agree, as a fault of the writer would."""
-    [path] = (base.run / "traces" / "shards").glob("*.safetensors")
-    change_tensors(path, change)
-
-    def agree(listed):
-        listed |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
-        listed["list_sha256"] = list_digest(listed)
-
-    change_json(path.with_suffix(".json"), agree)
-
-
-def roll_states(tensors):
-    tensors["taps"] = tensors["taps"].roll(1, 0)
+def newer_checkpoint(origin):
+    origin["checkpoint_sha256"] = "0" * 64
 
 
 def other_text(tensors):
@@ -130,6 +112,8 @@ def deaf_to_states(tensors):
 
 NATIVE = "export/native"
 DEPARTURES = {
+    "checkpoint": (f"{NATIVE}/provenance.json", newer_checkpoint,
+                   "checkpoint: loop and reader of native depart: weights"),
     "dtype": ("traces/manifest.json", other_dtype, "dtype: training and loop depart: traces: bfloat16"),
     "vocabulary": (f"{NATIVE}/model.safetensors", other_vocabulary, "vocabulary: loop and reader of native depart"),
     "layers": (f"{NATIVE}/config.json", other_layers, "layers: loop and reader of native depart: first at 0: [1] and"),
@@ -147,7 +131,7 @@ def test_the_first_departure_is_named(base, whole, capsys, name):
     """Cases 01, 12, 32, 45, 48, 56: whatever follows from it, the first stage is what is said."""
     where, change, message = DEPARTURES[name]
     if where == "shard":
-        shard(base, change)
+        change_shard(base.run, change)
     else:
         (change_json if where.endswith(".json") else change_tensors)(base.run / where, change)
     assert call(doctor.COMMAND, base.recipe, *QUICK) == 1
@@ -179,12 +163,91 @@ def test_an_engine_that_departs(base, monkeypatch, capsys, name):
     assert message in capsys.readouterr().err
 
 
+def stored_in_bfloat16(base, share):
+    """Makes the stored states smaller by a share, in bfloat16."""
+    def change(tensors):
+        tensors["taps"] = (tensors["taps"] * (1 - share)).bfloat16()
+        tensors["final"] = tensors["final"].bfloat16()
+
+    change_shard(base.run, change)
+    change_json(base.run / "traces" / "manifest.json", lambda manifest: manifest.update(dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("share, code", [(2**-8, 0), (2**-6, 1)])
+def test_what_storage_costs_is_no_departure(base, whole, capsys, share, code):
+    """Case 48: states that were stored in less than the target's precision are compared by what that precision loses;
+    what is beyond it still departs."""
+    stored_in_bfloat16(base, share)
+    assert call(doctor.COMMAND, base.recipe, *QUICK, "--trace.dtype", "bfloat16") == code
+    out, err = capsys.readouterr()
+    assert "agree at every stage" in out if code == 0 else "layer states: training and loop depart: row r" in err
+
+
+def account(name, drafts, **more):
+    return Evidence(name, drafts={("r0", 0): torch.tensor([drafts]).log()}, **more)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_a_precision_loosens_only_what_it_touches(weights):
+    """Case 48: an export in bfloat16 allows its reader more, not training against the loop."""
+    training, loop = account("training", [0.5, 0.5]), account("loop", [0.47, 0.53])
+    reader = account("reader", [0.5, 0.5], weights=weights)
+    [first, second] = compare_all([training, loop, reader], 1e-4)
+    assert first.departs and second.departs is (weights == "float32")
+
+
+def test_sampled_traces_have_greedy_validation(base, capsys):
+    """Case 12: traces whose answers were sampled keep their second witness at teacher and acceptance."""
+    assert call(doctor.COMMAND, base.recipe, *QUICK, "--generation.temperature", "0.7") == 0
+    seen = {(f["stage"], f["between"]) for f in findings(base)["findings"]}
+    assert {("teacher", "training and loop"), ("acceptance", "training and loop")} <= seen
+
+
+def test_near_ties_of_prompts(base):
+    """Case 59: an answer that parts from another where the target's best two are closer than eval.gap_tolerance is no
+    departure, nor is the acceptance that follows from it; elsewhere both are."""
+    ids = {"prompt p0": prompt_ids(base.target.tokenizer, [{"role": "user", "content": "say abc"}])}
+    one = loop(base.drafter, base.target, [], ids, 3, 2, 6)
+    [gaps], [answer] = one.gaps.values(), one.teacher.values()
+    assert len(gaps) == len(answer) and min(gaps) > 0
+    other = Evidence("vLLM", teacher={"prompt p0": [*answer[:2], 9]}, counted={"prompts": ["prompt p0"]},
+                     acceptance={"prompts": Acceptance(3, 4, [1, 0, 0])})
+    [found] = [f for f in compare_all([one, other], 1e-4) if f.stage == "teacher"]
+    assert found.departs
+    one.gaps["prompt p0"] = [1.0, 1.0, 1e-5]
+    assert not any(f.departs for f in compare_all([one, other], 1e-4))
+
+
+def test_sigterm_and_memory(base, monkeypatch):
+    """SIGTERM is exit code 143; before an engine starts the target of this process is gone."""
+    (base.model / "engine.json").write_text(json.dumps(base.right))
+    monkeypatch.setenv("PYTHONPATH", str(ENGINE))
+    gc.collect()
+    before, seen = sum(type(o) is Target for o in gc.get_objects()), []
+
+    def look(*arguments):
+        seen.append(sum(type(o) is Target for o in gc.get_objects()))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(doctor, "offline", look)
+    assert call(doctor.COMMAND, base.recipe, *QUICK, "--python", sys.executable) == 143
+    assert seen == [before]
+
+
 def test_a_drafter_from_elsewhere(base, capsys):
-    """Without traces of its own a published drafter is compared from the loop on."""
+    """Without traces of its own a published drafter is compared from the loop on, and what only one witness knows is
+    not called equal."""
     path = base.run / "export" / "native"
     flags = ["--name", "theirs", "--drafter.path", str(path)]
     assert call(doctor.COMMAND, base.recipe, *flags) == 2
     assert "run `make export` first" in capsys.readouterr().err
     assert call(ship.COMMAND, base.recipe, *flags) == 0 == call(doctor.COMMAND, base.recipe, *flags)
-    assert "loop, reader of native agree at every stage" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no second witness at: token ids, layer states, drafter logits" in out
+    assert "loop, reader of native agree at every stage that two of them know" in out
     assert call(doctor.COMMAND, base.recipe, "--python", "/nowhere/python") == 2
+    capsys.readouterr()
+    for formats, message in (("[native, foo]", "export.formats = ['native', 'foo']: known layouts: native, "),
+                             ("[medusa]", "export.formats = ['medusa']: a drafter of kind eagle3 has the layouts")):
+        assert call(doctor.COMMAND, base.recipe, "--export.formats", formats) == 2
+        assert message in capsys.readouterr().err

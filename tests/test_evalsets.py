@@ -78,6 +78,9 @@ def test_ids_must_differ(tmp_path):
     path = str(write_jsonl(tmp_path / "q.jsonl", [TURNS[0], TURNS[0] | {"turns": ["other text"]}]))
     with pytest.raises(ConfigError, match="id '81' names two questions"):
         read(tmp_path, EvalSet(path=path))
+    path = str(write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}]))
+    with pytest.raises(ConfigError, match=r"eval\.prompts = .*p\.jsonl: id 'a' names two questions; give each line"):
+        read_sets(Eval(prompts=path), tmp_path, 0.0)
 
 
 def test_humaneval_comes_from_its_package(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """`make eval` on several sets, end to end on a tiny target: what is asked, counted and written."""
 
 import json
+from pathlib import Path
 
 import pytest
 from evaluated import LOG, TURNS, evaluate, world
@@ -10,8 +11,11 @@ from tiny_drafter import LAYERS
 
 from data.chat import prompt_ids
 from data.evalsets import Question, Questions
+from eval import run as eval_run
 from eval.rows import Asking
 from recipes.errors import ConfigError
+from recipes.files import write_json
+from recipes.loader import load_recipe
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +110,71 @@ def test_cycle_adds_up(made):
     assert cycle["cycles"] > 5
 
 
+def test_a_finished_evaluation_is_said_to_be_one_and_is_of_its_stack(made, capsys, monkeypatch):
+    """Case 50: the report of another stack (threads, precision, device, versions) is not given out as this one's; one
+    that is found is named with its time."""
+    recipe, report = made
+    path = recipe.parent / "runs" / "tiny" / "eval" / "report.json"
+    write_json(path, report)  # other tests evaluate there too
+    monkeypatch.setattr(eval_run.Evaluation, "run", lambda self: pytest.fail("evaluated again"))
+    capsys.readouterr()
+    assert evaluate(recipe)[0] == 0
+    assert f"evaluation of {report['stack']['time']} found finished; --again measures anew" in capsys.readouterr().out
+    again = eval_run.Evaluation(load_recipe(recipe))
+    for name, other in (("threads", 64), ("device", "cuda:0"), ("dtype", "bfloat16"), ("versions", {"torch": "1.0"})):
+        write_json(path, report | {"stack": report["stack"] | {name: other}})
+        assert again.finished() is None, name
+    path.write_text(json.dumps(report)[:1000])
+    assert again.finished() is None
+    write_json(path, report)
+    assert again.finished() == report
+
+
+def test_the_same_weights_read_otherwise_are_another_drafter(made):
+    """An imported folder whose option or rotary base was set right afterwards has the same weights and drafts others:
+    its finished evaluation is not this one's."""
+    recipe = load_recipe(made[0])
+    path = Path(recipe.drafter.path) / "drafter.json"
+    whole, keys = path.read_text(), []
+    write_json(made[0].parent / "runs" / "tiny" / "eval" / "report.json", made[1])
+    before = eval_run.Evaluation(recipe)
+    assert before.finished() == made[1]
+    for part, name, value in (("options", "feedback", "post_norm"), ("shape", "rms_norm_eps", 1e-4)):
+        meta = json.loads(whole)
+        meta[part][name] = value
+        path.write_text(json.dumps(meta))
+        try:
+            changed = eval_run.Evaluation(recipe)
+        finally:
+            path.write_text(whole)
+        assert changed.finished() is None
+        keys.append(changed.key())
+    assert len({before.key(), *keys}) == 3
+
+
+def test_the_stack_is_as_it_was_at_the_start(made, monkeypatch):
+    """Time and load are taken before anything is loaded or decoded: what is measured itself is a load."""
+    machine = {"OMP_WAIT_POLICY": "unset", "load_1m": 0.1}
+    began = iter([{"versions": {}, "git": "g", "time": "then", "machine": machine}])
+    with monkeypatch.context() as patch:
+        patch.setattr(eval_run, "stamp", lambda recipe: next(began))
+        patch.setattr(eval_run, "read_sets", lambda *args: pytest.fail("read first") if list(began) else [])
+        patch.setattr(eval_run.Asking, "first", lambda self: [])
+        stack = eval_run.Evaluation(load_recipe(made[0])).head()["stack"]
+    assert (stack["time"], stack["load_1m"], stack["git"]) == ("then", 0.1, "g")
+
+
+def test_a_timed_answer_fits_the_context(made, monkeypatch):
+    """eval.speed_tokens may be more than eval.max_tokens: the longer of both leaves the room of a prompt, within the
+    fewest positions that target (512) and drafter (256) have (case 33)."""
+    rooms = []
+    monkeypatch.setattr(eval_run, "Asking", lambda target, sets, room, strict: rooms.append(room) or Asking(
+        target, sets, room, strict))
+    for tokens in ("6", "12", "40"):
+        eval_run.Evaluation(load_recipe(made[0], {"eval.speed_tokens": tokens}))
+    assert rooms == [256 - 12 - 3 - 1] * 2 + [256 - 40 - 3 - 1]
+
+
 def asking(recipe, questions: list[Question], strict: bool = False, room: int = 60) -> Asking:
     target = load_target(recipe.parent / "model", "float32", LAYERS)
     return Asking(target, [Questions("raw", "raw.jsonl", "", questions)], room, strict)
@@ -126,7 +195,7 @@ def test_what_the_target_cannot_take_is_counted_or_refused(made):
     loose = asking(made[0], questions)
     assert [row.question.id for row in loose.first()] == ["fine"]
     assert loose.dropped["raw"] == {"ids outside the vocabulary": 1, "prompt beyond the context": 1}
-    with pytest.raises(ConfigError, match="evaluation prompt long: 61 tokens, the target's context leaves 60"):
+    with pytest.raises(ConfigError, match="evaluation prompt long: 61 tokens, the context leaves 60"):
         asking(made[0], questions[1:], strict=True).first()
     with pytest.raises(ConfigError, match="evaluation set raw: no question is left"):
         asking(made[0], questions[:2]).first()

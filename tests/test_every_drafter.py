@@ -14,7 +14,7 @@ from eval.decode import Decoder
 
 # Those that a tiny target needs
 OPTIONS = {"eagle3": {"draft_vocab_size": 40}, "parallel": {"draft_vocab_size": 40, "num_layers": 2},
-           "layer_cut": {"layers": 5}}
+           "medusa": {"draft_vocab_size": 40}, "layer_cut": {"layers": 5}}
 CHAINS_ONLY = {"lookup"}
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 PLANS = {"chain": chain(3), "static": TREE, "dynamic": DynamicTree(3, 3, 8)}
@@ -28,10 +28,22 @@ def target(tmp_path_factory):
     return load_target(write_target(tmp_path_factory.mktemp("target")), "float64", LAYERS)
 
 
-@cache
 def opened(kind: str, target):
+    """The drafter, its target showing the states that it reads."""
+    target.tap(entry(kind).shown(LAYERS))
+    return built(kind, target)
+
+
+@cache
+def built(kind: str, target):
     counts = {i: 1 for i in range(3, 60)}
-    return entry(kind).code.build(options_of(kind, OPTIONS.get(kind, {})), target, counts, 0).double().eval()
+    drafter = entry(kind).code.build(options_of(kind, OPTIONS.get(kind, {})), target, counts, 0).double().eval()
+    if kind == "medusa":  # fresh heads all guess what the target has just said
+        with torch.no_grad():
+            g = torch.Generator().manual_seed(0)
+            for weight in drafter.blocks.parameters():
+                weight.copy_(torch.randn(weight.shape, generator=g))
+    return drafter
 
 
 @cache

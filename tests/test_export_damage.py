@@ -1,7 +1,8 @@
-"""Every key of an export dropped, renamed, reshaped, zeroed in turn, in both layouts: every damage is refused."""
+"""Every key of an EAGLE-3 export dropped, renamed, reshaped, zeroed in turn, in both layouts: all damage is refused."""
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def refused(out, layout, named, config=None, tensors=None):
     assert named in str(error.value), f"{named} not in {error.value}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_round_trip(tmp_path, layout, dtype):
     """Cases 03, 46: read back by the layout's inverse and written again, an export is the same, bit for bit; in
@@ -75,6 +76,22 @@ def test_every_tensor(tmp_path, layout, name):
                                                                                              float("nan"))})
 
 
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("name", ["lm_head.weight", "embed_tokens.weight"])
+def test_tensors_of_other_origin(tmp_path, monkeypatch, layout, name):
+    """Case 03: in either layout, a tensor that is neither the trained one nor the target's aborts the export."""
+    own = LAYOUTS[layout]
+
+    def changed(*arguments):
+        return own.tensors(*arguments) | {name: torch.randn(D if name.startswith("lm") else V, H)}
+
+    monkeypatch.setitem(LAYOUTS, layout, replace(own, tensors=changed))
+    source = write_checkpoint(tmp_path / "checkpoint", make_meta(), make_state(make_meta()))
+    with pytest.raises(RunError, match=f"{name} (differs|is in only one of the two)"):
+        export_layout(layout, source, tmp_path / "out", "float32", SERVED)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
 def paths(config, prefix=()):
     """Every key of a config, nested ones too, as the keys that lead to it; what this project keeps for itself last."""
     for key, value in config.items():
@@ -94,7 +111,7 @@ def changed(config, path, change):
 
 @pytest.mark.parametrize("options", [{}, {"tap_norms": True, "feedback": "post_norm", "norm_before_residual": True}],
                          ids=["plain", "every flag"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMES)
 def test_every_config_key(tmp_path, layout, options):
     """Cases 04, 32, 47: a key of config.json that is dropped, renamed or emptied is refused, flags that no tensor shows
     among them."""

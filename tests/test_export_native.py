@@ -1,6 +1,8 @@
 """The native EAGLE-3 export: mappings, layer ids, rotary settings, and the atomic writer."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -211,6 +213,36 @@ def test_a_killed_export_is_repeated(tmp_path, checkpoint):
     export_native(checkpoint, out, "bfloat16", LAYERS, FINGERPRINT)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "out"]
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_replacing_that_fails_puts_the_earlier_export_back(tmp_path, checkpoint, monkeypatch):
+    """Where the new folder does not get its name, the message names the export and the earlier one is there, whole."""
+    out = export_native(checkpoint, tmp_path / "out", "float32", LAYERS, FINGERPRINT)
+    before, rename = {p.name: p.read_bytes() for p in out.iterdir()}, os.replace
+
+    def refused(source, destination):
+        if (Path(source).name, Path(destination)) == (".out.partial", out):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+        rename(source, destination)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refused)
+        with pytest.raises(OSError) as raised:
+            export_native(checkpoint, out, "bfloat16", LAYERS, FINGERPRINT)
+    assert raised.value.errno == errno.EIO and raised.value.filename == str(out)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "out"]
+
+
+def test_an_earlier_export_outlives_a_foreign_folder_of_its_name(tmp_path, checkpoint):
+    """What a kill left moved away is not deleted while something else has its name."""
+    out = export_native(checkpoint, tmp_path / "out", "float32", LAYERS, FINGERPRINT)
+    out.rename(tmp_path / ".out.earlier")
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="no earlier export"):
+        export_native(checkpoint, out, "float32", LAYERS, FINGERPRINT)
+    assert (tmp_path / ".out.earlier" / "model.safetensors").is_file()
 
 
 def test_a_foreign_folder_is_never_replaced(tmp_path, checkpoint):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.errors import RunError
-from recipes.files import alone, sha256_file, sha256_json, write_bytes, write_json, write_text
+from recipes import files
+from recipes.errors import ConfigError, RunError
+from recipes.files import alone, replacing, sha256_file, sha256_json, write_bytes, write_json, write_text
 
 
 def no_space(*args):
@@ -26,6 +27,20 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, step):
     with pytest.raises(OSError, match="No space"):
         write_text(path, "new and longer")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("error, named", [
+    (OSError(errno.ENOSPC, "full"), True), (ConnectionError("no way to the host"), False),
+    (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), False), (TimeoutError(errno.ETIMEDOUT, "late"), False),
+    (OSError("no number"), False)])
+def test_only_an_error_of_the_file_names_it(tmp_path, error, named):
+    """A block may fail to read from elsewhere what it writes: that is not the file's fault."""
+    before = str(error)
+    with pytest.raises(OSError) as raised, replacing(tmp_path / "a"):
+        raise error
+    assert raised.value is error and error.filename == (str(tmp_path / "a") if named else None)
+    assert named or str(error) == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_content_is_complete_before_the_name_appears(tmp_path, monkeypatch):
@@ -44,6 +59,19 @@ def test_temporary_name_is_hidden_and_in_the_same_folder(tmp_path, monkeypatch):
     write_json(tmp_path / "a.json", {"é": 1})
     assert names[0].parent == tmp_path and names[0].name.startswith(".a.json.")
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"é": 1}
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path, monkeypatch):
+    """Processes of two machines with the same number write one file at the same time: each has a temporary file of its
+    own, and what is there in the end is whole."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    with replacing(tmp_path / "a") as first:
+        with replacing(tmp_path / "a") as second:
+            assert len(list(tmp_path.iterdir())) == 2
+            first.write(b"first, and longer")
+            second.write(b"second")
+        assert (tmp_path / "a").read_bytes() == b"second"
+    assert (tmp_path / "a").read_bytes() == b"first, and longer" and os.listdir(tmp_path) == ["a"]
 
 
 def test_digests(tmp_path):
@@ -83,6 +111,20 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path):
     with alone(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number, raised", [(errno.EROFS, ConfigError), (errno.EACCES, ConfigError),
+                                            (errno.ENOSPC, OSError), (errno.EDQUOT, OSError)])
+def test_a_folder_that_cannot_be_held(tmp_path, monkeypatch, number, raised):
+    """A folder that cannot be written is the user's to mend; a full disk keeps its own message."""
+    def failing(path, mode):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(files, "open", failing, raising=False)
+    with pytest.raises(raised, match=os.strerror(number)) as error, alone(tmp_path):
+        pass
+    if raised is ConfigError:
+        assert str(error.value).startswith(f"{tmp_path}: cannot write the run's folder: ")
 
 
 def test_a_folder_is_free_when_the_last_process_of_a_run_has_ended(tmp_path):

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 from evaluated import evaluate, world
-from test_report import sample_report
+from test_report import SCHEMA, sample_report
+from tiny import call, write_recipe
 
 from eval.gate import BROKEN, HELD, SKIPPED, Gate, Options, broken, lines, number_at
+from eval.run import COMMAND
 from recipes.errors import ConfigError
 from recipes.gates import read_gates
 
@@ -96,15 +98,46 @@ def test_without_a_reference_relative_bounds_are_not_judged(tmp_path):
 
 
 def test_references_must_fit(tmp_path):
-    """Case 50: another stack, and other prompts, are refused by name unless the file allows it."""
+    """Case 50: another stack, and other prompts, are refused by name unless the file allows it. Prompts are told apart
+    by the ids sent: a file of which only a part was asked has the same checksum."""
     bounds = [{"metric": LENGTH, "max_drop": 1.0}]
+    first, = sample_report()["prompts"]
+    more = [first, first | {"id": "chat-02", "ids_sha256": "cd" * 8}]
     for change, message in (({"stack.dtype": "bfloat16"}, "stack.dtype was 'bfloat16', now 'float32'"),
-                            ({"settings.prompts_sha256": "x"}, "prompts_sha256 was 'x'")):
+                            ({"settings.max_tokens": 9}, "max_tokens was 9, now 64"),
+                            ({"settings.acceptance": "typical"}, "acceptance was 'typical', now 'exact'"),
+                            ({"settings.typical": {"epsilon": 0.1, "delta": 0.3}}, "typical was {'epsilon': 0.1, "),
+                            ({"prompts": more},
+                             "2 questions were asked, now 1, 1 of them the same (not builtin chat-02)"),
+                            ({"prompts": [first | {"ids_sha256": "ee" * 8}]},
+                             "1 questions were asked, now 1, 0 of them the same (not builtin chat-01)")):
         reference = write_report(tmp_path, "before.json", change)
         with pytest.raises(ConfigError) as error:
             states(tmp_path, bounds, reference=reference)
         assert message in str(error.value) and "across: true" in str(error.value)
         assert states(tmp_path, bounds, reference=reference, across=True) == [HELD]
+    later = {"prompts": [first, first | {"round": 1, "ids_sha256": "cd" * 8}], "settings.prompts_sha256": "x"}
+    assert states(tmp_path, bounds, reference=write_report(tmp_path, "before.json", later)) == [HELD]
+
+
+def test_a_lossy_report_breaks_every_gate(tmp_path, capsys):
+    """Figures of another rule than the target's own are no figures of the drafter: exit code 1 though every bound of
+    the file is held; two lossy reports by other thresholds do not fit each other."""
+    gate = write(tmp_path, bounds=[{"metric": LENGTH, "min": 1.0}])
+    sound = {"total.lossless.greedy.near_ties": 0}
+    rule = sound | {"settings.acceptance": "typical", "settings.lossy": True,
+                    "settings.typical": {"epsilon": 0.1, "delta": 0.3}}
+    lossy = write_report(tmp_path, "lossy.json", rule)
+    recipe = write_recipe(tmp_path / "r.yaml", tmp_path / "model")
+    assert call(COMMAND, recipe, "--gate", gate, "--report", lossy) == 1
+    out, err = capsys.readouterr()
+    assert "is broken: settings.lossy = 1 (max 0: typical acceptance" in err and "held" in out
+    exact = write_report(tmp_path, "exact.json", sound | {"settings.acceptance": "exact", "settings.lossy": False})
+    assert call(COMMAND, recipe, "--gate", gate, "--report", exact) == 0
+    other = write_report(tmp_path, "other.json", rule | {"settings.typical": {"epsilon": 0.2, "delta": 0.3}})
+    capsys.readouterr()
+    assert call(COMMAND, recipe, "--gate", gate, "--report", lossy, "--reference", other) == 2
+    assert "typical.epsilon was 0.2, now 0.1" in capsys.readouterr().err
 
 
 def test_unknown_metric_names_the_nearest():
@@ -153,3 +186,29 @@ def test_exit_codes(tmp_path, capsys):
         assert evaluate(recipe, "--gate", gate, "--report", str(report), "--drafter.path", "/nowhere")[0] == code
     assert evaluate(recipe, "--gate", held, "--reference", str(report))[0] == 0
     assert report.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("part", [key for key in SCHEMA["required"] if key != "schema"])
+def test_a_report_without_a_part_is_refused(tmp_path, capsys, part):
+    """Each part that the schema requires is named where it is missing; none ends in a traceback."""
+    report = sample_report()
+    gate = write(tmp_path, bounds=[{"metric": LENGTH, "min": 1.0}])
+    recipe = write_recipe(tmp_path / "r.yaml", tmp_path / "model")
+    for value in (None, 3):
+        report[part] = value
+        (tmp_path / "part.json").write_text(json.dumps({k: v for k, v in report.items() if v is not None}))
+        assert call(COMMAND, recipe, "--gate", gate, "--report", str(tmp_path / "part.json")) == 2
+        assert f"part.json: {part} missing or not of its form: made by an earlier" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part, value", [("greedy.mismatches", 1), ("greedy.near_ties", 2), ("sampling.p_value", 1e-9)])
+def test_the_exit_code_follows_the_losslessness_of_the_verdict(tmp_path, capsys, part, value):
+    """Case 59: whatever the gate says, a report that shows changed text or sampling ends with 1 and the reason."""
+    gate = write(tmp_path, bounds=[{"metric": LENGTH, "min": 1.0}])
+    fault = write_report(tmp_path, "fault.json", {f"total.lossless.{part}": value})
+    sound = write_report(tmp_path, "sound.json", {"total.lossless.greedy.near_ties": 0})
+    recipe = write_recipe(tmp_path / "r.yaml", tmp_path / "model")
+    assert call(COMMAND, recipe, "--gate", gate, "--report", sound) == 0
+    capsys.readouterr()
+    assert call(COMMAND, recipe, "--gate", gate, "--report", fault) == 1
+    assert capsys.readouterr().err.strip().endswith(": this drafter must not be served")

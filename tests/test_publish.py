@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from huggingface_hub.utils import _http, disable_progress_bars, enable_progress_
 from tiny import call
 from tiny_run import tiny_run
 
+from drafters.tree import DynamicTree
 from eval import publish, ship
 from eval import run as eval_run
 from eval.licences import TargetTerms, data_terms, notices, problems, target_terms
+from eval.plans import described
+from eval.public import SECRETS
 from eval.upload import Uploader
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_file
@@ -97,10 +101,24 @@ def test_the_card(base):
     text = card.content
     first = 100 * report["total"]["acceptance"]["per_position"][0]
     for part in ("| position 3 |", f"{first:.1f} %", "vllm serve org/target", "prompts written by the target itself",
-                 "Prompt texts are not published", "## Limits", "Verdict: do not deploy", '"model": "org/drafter"',
+                 "Prompt texts are not published", "## Limits", "Labelled for 512 positions", "Verdict: do not deploy",
+                 '"model": "org/drafter"',
                  "--speculative-draft-model-path org/drafter"):
         assert part in text, part
     assert json.loads((staged(base) / "config.json").read_text())["drafthouse"]["target"]["model"] == "org/target"
+
+
+def test_a_card_says_what_was_drafted(base):
+    """A tree's acceptance is no chain's; answers that came with the prompts are not the target's own."""
+    report = json.loads((base.run / "eval" / "report.json").read_text())
+    facts = publish.CardFacts("o/d", "mit", TargetTerms("o/t", "mit"), [], [], "native", False, "# x\n\n", "a: 1")
+    assert "chains of 3, greedy" in publish.model_card(facts, report)
+    assert "answers and hidden states: the target's own" in publish.model_card(facts, report)
+    report["settings"]["plan"] = described(DynamicTree(2, 3, 9))
+    text = publish.model_card(replace(facts, answers_kept=True), report)
+    assert "chains of" not in text and "dynamic trees of depth 2 and 9 tokens, greedy" in text
+    assert "plain chains, whose acceptance is another" in text
+    assert "answers: those that came with the prompts" in text and "answers and hidden" not in text
 
 
 def test_prompts_only_when_asked(base):
@@ -209,6 +227,15 @@ def test_a_secret_in_the_recipe_is_not_published(base, capsys):
     assert "README.md holds what looks like a key" in message and "abcdefghij" not in message
 
 
+@pytest.mark.parametrize("text, key", [
+    ("sk-abcdefghijklmnopqrstuv", True), ("key=sk-abcdefghijklmnopqrstuv", True), ("ghp_" + "a" * 36, True),
+    ("github_pat_" + "a1_" * 8, True), ("multitask-drafter-for-long-contexts", False),
+    ("disk-abcdefghijklmnopqrstuvwxyz", False), ("the github_path of it", False)])
+def test_what_looks_like_a_key(text, key):
+    """Keys by their form, and no words that only end like the beginning of one."""
+    assert bool(SECRETS.search(text)) is key
+
+
 FAULTS = {
     "preupload fails": ({"POST /api/models/org/drafter/preupload": [500, 503]}, 0),
     "storage fails": ({"PUT /storage": [500, 502]}, 0),
@@ -241,6 +268,24 @@ def test_faults(base, capsys, fault):
             assert hub.count("PUT", "/storage/") == max(sent, 1)
         assert len(hub.repos["org/drafter"]["commits"]) == 1
         assert set(hub.repos["org/drafter"]["files"]) == {p.name for p in staged(base).iterdir()}
+
+
+def test_what_an_earlier_publication_left(base, capsys):
+    """Prompts that were published once are gone with the next commit, which leaves what is not this project's; a
+    repository that was private stays so, and is not called published without that word."""
+    with FakeUploads() as hub:
+        flags = [*PUBLISH, "--endpoint", hub.url]
+        assert call(publish.COMMAND, base.recipe, *flags, "--with-prompts") == 0
+        files = hub.repos["org/drafter"]["files"]
+        assert "evaluation_prompts.jsonl" in files
+        files["NOTES.md"] = b"mine"
+        assert call(publish.COMMAND, base.recipe, *flags) == 0
+        assert set(files) == {p.name for p in staged(base).iterdir()} | {"NOTES.md"}
+        assert "evaluation_prompts.jsonl" not in files and len(hub.repos["org/drafter"]["commits"]) == 2
+        capsys.readouterr()
+        assert call(publish.COMMAND, base.recipe, *flags, "--public") == 0
+        out = capsys.readouterr().out
+        assert "published (private): " in out and "was private before and stays so" in out
 
 
 def test_wrong_token_and_public_repository(base, capsys):

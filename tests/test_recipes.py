@@ -75,7 +75,14 @@ def test_unknown_drafter_option_names_the_nearest():
     ("target: {dtype: fp8}", "target.dtype", "'fp8'"), ("train: {accumulation: 0}", "train.accumulation", "0"),
     ("train: {validate_every: 0}", "train.validate_every", "0"), ("train: {lr: -1.0}", "train.lr", "-1.0"),
     ("trace: {layers: 3}", "trace.layers", "3"), ("generation: {batch_size: 0}", "generation.batch_size", "0"),
-    ("prompts: {sources: [{count: -1}]}", "prompts.sources.0.count", "-1")])
+    ("prompts: {sources: [{count: -1}]}", "prompts.sources.0.count", "-1"),
+    ("train: {beta1: 1}", "train.beta1", "1"), ("train: {beta2: -0.1}", "train.beta2", "-0.1"),
+    ("train: {epochs: .inf}", "train.epochs", "inf"), ("train: {lr: .inf}", "train.lr", "inf"),
+    ("trace: {cache_gb: .inf}", "trace.cache_gb", "inf"), ("trace: {max_bad_share: 50}", "trace.max_bad_share", "50"),
+    ("generation: {max_lost_share: 50}", "generation.max_lost_share", "50"),
+    ("generation: {server: {timeout_s: .inf}}", "generation.server.timeout_s", "inf"),
+    ("eval: {batch_sizes: [4, 1]}", "eval.batch_sizes.1", "1"), ("eval: {batch_sizes: [0]}", "eval.batch_sizes.0", "0"),
+    ("eval: {batch_sizes: [-1]}", "eval.batch_sizes.0", "-1")])
 def test_wrong_value_names_file_field_and_value(tmp_path, text, field, value):
     """A value of the wrong type or range is refused where it is read, not where it would divide by zero."""
     path = write(tmp_path, text)
@@ -95,6 +102,28 @@ def test_a_value_of_the_command_line_is_not_laid_on_the_file(tmp_path, flag, tex
     with pytest.raises(ConfigError) as error:
         load_recipe(path, {flag: text})
     assert str(error.value).startswith(message.replace("FILE", str(path)))
+
+
+@pytest.mark.parametrize("text, where", [
+    ("eval: {sets: [{kind: builtin}, {path: 'https://me:hush@host/x.jsonl'}]}", "eval.sets[1].path"),
+    ("eval: {sets: [{path: 'https://hush@host/x.jsonl'}]}", "eval.sets[0].path"),
+    ("eval: {sets: [{path: 'http://host/x.jsonl?token=hush'}]}", "eval.sets[0].path"),
+    ("generation: {server: {base_url: 'http://hush@host'}}", "generation.server.base_url"),
+    ("trace: {url: 'https://hush@host/x'}", "trace.url")])
+def test_no_recipe_with_a_secret_in_an_address_is_loaded(tmp_path, text, where):
+    """What is loaded is written into the run: a password, a token and a query are refused before, and not shown."""
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load_recipe(path)
+    assert str(error.value).startswith(f"{path}: {where}: holds a password or a query, or a token")
+    assert "hush" not in str(error.value)
+
+
+def test_an_address_may_name_a_place_before_the_at_sign(tmp_path):
+    """Azure's container and an account of ssh are no secrets; a pattern of local files is no address."""
+    sets = "eval: {sets: [{kind: log, path: 'logs/2?.jsonl'}, {path: 'https://host/x.jsonl'}]}"
+    path = write(tmp_path, "trace: {url: 'abfs://traces@account.dfs.core.windows.net/x'}\n" + sets)
+    assert load_recipe(path).trace.url.startswith("abfs://traces@account")
 
 
 @pytest.mark.parametrize("text", ["", "- a\n- b", "train: 3", "a: [", "name: a/b", "name: .hidden", "name: ''",
@@ -126,6 +155,15 @@ def test_overrides(tmp_path):
     assert recipe.target.skinny_linear is False
     options = options_of("eagle3", recipe.drafter.options)
     assert options.depth == 4 and options.step_decay == 0.1
+
+
+@pytest.mark.parametrize("text, value", [
+    ("{model: 1, lm_head: cpu}", {"model": 1, "lm_head": "cpu"}), ("auto", "auto"), ("", ""), ("[cpu]", "[cpu]"),
+    ("{model", "{model")])
+def test_text_that_may_be_a_mapping(tmp_path, text, value):
+    """A mapping on the command line is one where the field takes mappings, and text in every other field of text."""
+    recipe = load_recipe(write(tmp_path, "name: x"), {"target.device_map": text, "target.cache_dir": text})
+    assert recipe.target.device_map == value and recipe.target.cache_dir == text
 
 
 @pytest.mark.parametrize("text", ["drafter: {options: }", "drafter: {options: 3}"])

@@ -5,7 +5,7 @@ import torch
 from tiny import load_target, plain_model, write_target
 
 from data.evalsets import Question
-from eval import breakdown
+from eval import clock as eval_clock
 from eval.breakdown import Clock
 from eval.decode import Output
 from eval.metrics import Acceptance
@@ -77,7 +77,7 @@ def test_frequent_by_hand():
 def test_clock_counts_a_nested_part_once(monkeypatch):
     """A cache write of 2 s inside a pass of 5 s leaves 3 s to the pass."""
     now = iter([0.0, 1.0, 3.0, 5.0])
-    monkeypatch.setattr(breakdown.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(eval_clock.time, "perf_counter", lambda: next(now))
     clock = Clock(torch.device("cpu"))
     write = clock.timed("cache", lambda: "kept")
     assert clock.timed("verify", lambda: write())() == "kept"

@@ -74,16 +74,21 @@ def sample_report() -> dict:
                   "speculative_tok_s": 43.1, "speedup": 1.36, "ci95": [1.29, 1.44],
                   "predicted_speedup": 1.48, "prompts": 12,
                   "by_batch": [
-                      {"batch": 1, "baseline_tok_s": 31.7, "speculative_tok_s": 43.1, "speedup": 1.36},
-                      {"batch": 8, "baseline_tok_s": 142.0, "speculative_tok_s": 129.4, "speedup": 0.91}],
-                  "draft_step_ms": 3.1, "target_step_ms": 30.9, "verify_ms": 34.6,
+                      {"batch": 1, "baseline_tok_s": 31.7, "speculative_tok_s": 43.1, "speedup": 1.36,
+                       "engine": "transformers generate", "prompts": 12},
+                      {"batch": 8, "baseline_tok_s": 142.0, "speculative_tok_s": 129.4, "speedup": 0.91,
+                       "engine": "drafthouse plain loop", "prompts": 12}],
+                  "draft_step_ms": 3.1, "target_step_ms": 30.9, "verify_ms": 34.6, "step_repeats": 15,
                   "cycle": {"cycles": 190, "cycle_ms": 48.9, "draft_ms": 12.6, "verify_ms": 32.7, "sample_ms": 0.4,
                             "cache_ms": 1.7, "other_ms": 1.5},
                   "engines": {"drafthouse plain loop": 30.2, "transformers generate": 31.7}},
         "memory": {"peak_bytes": 1_873_412_096},
         "latency": {"ttft_ms": {"baseline": times(3.9, 12), "speculative": times(4.1, 12)},
                     "itl_ms": {"baseline": {"p50": 30.1, "p95": 38.8, "p99": 44.0, "n": 564},
-                               "speculative": {"p50": 22.0, "p95": 47.9, "p99": 51.3, "n": 564}}},
+                               "speculative": {"p50": 22.0, "p95": 47.9, "p99": 51.3, "n": 564}},
+                    "burst_ms": {"baseline": {"p50": 30.1, "p95": 38.8, "p99": 44.0, "n": 564},
+                                 "speculative": {"p50": 47.3, "p95": 50.9, "p99": None, "n": 264,
+                                                 "reason": "p99 needs n >= 500"}}},
     }
     return {
         "schema": "drafthouse.report/1", "name": "demo",
@@ -184,7 +189,8 @@ def test_sample_follows_the_schema():
     ("total.acceptance.ci95", [1.0], "1 items"),
     ("total.acceptance.rate", 1.2, "out of range"),
     ("total.drafts", 12.5, "is not"),
-    ("sets.builtin.drafts", None, "is not"),
+    ("sets.builtin.drafts", None, "no alternative"),
+    ("sets.builtin.prompts", None, "is not"),
     ("sets.builtin.categories.chat.extra", 1, "unknown"),
     ("total.latency.ttft_ms.baseline", {"p50": None, "p95": 1.0, "p99": 1.0, "n": 3}, "no alternative"),
     ("verdict.decision", "deploy within", "does not match"),
@@ -226,6 +232,14 @@ def test_verdict_reasons_and_every_set_are_on_the_page(page):
     kinds = report["sets"]["builtin"]["categories"]
     for part in (report["verdict"]["decision"], *report["verdict"]["reasons"], *kinds):
         assert part in page.text
+
+
+def test_each_batch_names_its_baseline(page):
+    """Case 23: the engine of a row is its own, not that of batch 1; step times are medians of their repeats."""
+    assert "1 transformers generate 31.7 43.1 1.36×" in page.text
+    assert "8 drafthouse plain loop 142.0 129.4 0.91×" in page.text
+    assert "Medians of n = 15 calls at batch 1" in page.text
+    assert "Burst latency , speculative 264 47.3 50.9 n/a" in page.text
 
 
 def test_missing_percentiles_show_their_reason(page):

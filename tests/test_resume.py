@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import resource
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from test_train import base, build, moments, same, weights  # noqa: F401
 
 from data.batching import Plan
 from drafters import checkpoint
+from recipes import files
 from recipes.errors import ConfigError, RunError
 from train import checkpoints
 from train.checkpoints import Split, check_split
@@ -141,9 +141,10 @@ def test_full_disk_leaves_the_earlier_checkpoint(build, monkeypatch, file):  # n
 
     def full(path: Path, *args, **kwargs) -> None:
         mkdir(path, *args, **kwargs)
-        (path / f".{file}.{os.getpid()}.tmp").symlink_to("/dev/full")
+        (path / f".{file}.drawn.tmp").symlink_to("/dev/full")
 
     monkeypatch.setattr(Path, "mkdir", full)
+    monkeypatch.setattr(files, "token_hex", lambda n: "drawn")
     trainer.progress.step = 2
     with pytest.raises(OSError) as raised:
         trainer.save()
@@ -210,5 +211,6 @@ def test_checkpoint_of_an_earlier_version_is_named(build):  # noqa: F811
     path = trainer.folder / "step-000003" / "trainer.json"
     stored = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in stored.items() if k != "format"}))
+    path.with_name(checkpoint.SUMS).unlink()
     with pytest.raises(ConfigError, match="of format None, this version resumes drafthouse.trainer/2 only"):
         build(**RUN).resume()

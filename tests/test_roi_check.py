@@ -91,6 +91,6 @@ def test_words_and_files(tmp_path):
     words = ["price_per_gpu_hour=2.02", "tok_s=1400", "dollars_per_million=1.44"]
     assert claims_of([str(path)]) == claims_of(words)
     for bad, said in (([], "needs a YAML file"), (["toks=3"], "did you mean tok_s?"), (["batch=x"], "batch = 'x'"),
-                      ([str(tmp_path / "none.yaml")], "no claim can be read")):
+                      ([str(tmp_path / "none.yaml")], "cannot read this claim")):
         with pytest.raises(ConfigError, match=said):
             claims_of(bad)

@@ -3,14 +3,17 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny import call, write_prompts, write_recipe, write_target
 
 from eval import roi, roi_measure
 from eval.probe import Hardware
-from eval.roi_files import read_steps
+from eval.roi_files import Steps, read_steps
+from recipes.errors import ConfigError
 from recipes.loader import load_recipe
+from recipes.speculation import Draft
 
 MACHINE = Hardware(memory_gb=8, bandwidth_tb_s=0.02, tflops={"float32": 0.1}, measured=True, cpu=True, layer_us=50)
 
@@ -86,3 +89,49 @@ def test_a_context_that_does_not_fit_is_named(world, capsys):
     """The target's context leaves room for the timed cycles."""
     assert call(roi.COMMAND, world, "measure", "--roi.contexts", "[500]") == 2
     assert "roi.contexts = [500]: the target's context leaves" in capsys.readouterr().err
+
+
+def test_drafters_whose_cost_follows_from_the_target(world):
+    """Lookup and a layer_cut need no sizes, Medusa's heads say their draft vocabulary and blocks, of the drafter that
+    is timed where there is one; a kind whose cost is not known is told before anything is timed."""
+    def drafter(kind: str, **options) -> dict:
+        recipe = load_recipe(world)
+        return roi_measure.drafter_of(replace(recipe, drafter=replace(recipe.drafter, kind=kind, options=options)))
+
+    assert drafter("lookup") == {"kind": "lookup", "bits": 32.0}
+    assert drafter("layer_cut", layers=2) == {"kind": "layer_cut", "bits": 32.0, "layers": 2}
+    steps = Steps(profile="loop", target=read_steps(folder_of(world) / "steps.json").target)
+    assert replace(steps, drafter=drafter("layer_cut", layers=2)).draft().layers == 2
+    assert replace(steps, drafter=drafter("lookup")).draft().kind == "lookup"
+    heads = drafter("medusa", draft_vocab_size=32, num_layers=2)
+    assert heads == {"kind": "medusa", "bits": 32.0, "vocab": 32, "blocks": 2}
+    made = replace(read_steps(folder_of(world) / "steps.json"), drafter=heads)
+    made.check("here")
+    assert made.draft() == Draft("medusa", bits=32.0, vocab=32, blocks=2)
+    assert drafter("medusa")["vocab"] == 0
+    opened = SimpleNamespace(shape=SimpleNamespace(draft_vocab_size=16), options=SimpleNamespace(num_layers=3))
+    recipe = load_recipe(world)
+    recipe = replace(recipe, drafter=replace(recipe.drafter, kind="medusa", options={}))
+    assert roi_measure.drafter_of(recipe, opened) == {"kind": "medusa", "bits": 32.0, "vocab": 16, "blocks": 3}
+
+
+def test_medusas_heads_are_measured(world, monkeypatch):
+    """Steps of fresh heads on the target's final states calibrate as heads of their size."""
+    monkeypatch.setattr(roi_measure, "probe", lambda device, dtypes: replace(MACHINE))
+    flags = ["--name", "heads", "--drafter.kind", "medusa", "--drafter.options", "{heads: 3, draft_vocab_size: 32}",
+             "--roi.batches", "[1]"]
+    assert call(roi.COMMAND, world, "measure", *flags) == 0
+    steps = read_steps(world.parent / "runs" / "heads" / "roi" / "steps.json")
+    assert steps.draft() == Draft("medusa", bits=32.0, vocab=32) and steps.acceptance == "synthetic"
+    assert {p.K for p in steps.points if p.what == "draft"} == {1, 3}
+
+
+def test_an_unknown_cost_is_told_first(world, monkeypatch):
+    """Nothing is loaded or timed for a drafter that steps.json could not describe."""
+    def unknown(*_args):
+        raise ConfigError("drafter.kind: its cost is not known yet")
+
+    monkeypatch.setattr(roi_measure, "draft_size", unknown)
+    monkeypatch.setattr(roi_measure, "open_loop", lambda recipe: pytest.fail("the loop was opened"))
+    with pytest.raises(ConfigError, match="cost is not known"):
+        roi_measure.measure(load_recipe(world), print)

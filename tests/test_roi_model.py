@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from eval.roi_calibrate import Observation, errors, fit, left_out
-from eval.roi_validate import draft_of, lines, place_of, validate
+from eval.roi_names import draft_of, place_of
+from eval.roi_validate import lines, validate
 from recipes import money
 from recipes.cost import Format, Pass, pass_seconds
 from recipes.errors import ConfigError
@@ -22,7 +23,7 @@ from recipes.speculation import (
     cycle_seconds,
     draft_seconds,
     kept_of,
-    one_layer,
+    some_layers,
     speed_of,
     speedup,
     step_seconds,
@@ -65,7 +66,9 @@ def test_overheads_by_hand():
 def test_medusa_and_mtp_by_hand():
     """Two Medusa heads read 2 (H x H + H x V) 16-bit weights; MTP one layer with the head for each token."""
     assert draft_seconds(Draft("medusa"), PLACE, PLAIN, Step(1, 2, 0)) == pytest.approx(2 * (16 + 64) * 2 / 1e3)
-    assert one_layer(replace(TINY, layers=4)).layers == 1
+    small = Draft("medusa", vocab=8, blocks=2)  # V 16, H 4
+    assert draft_seconds(small, PLACE, PLAIN, Step(1, 2, 0)) == pytest.approx(2 * (2 * 16 + 32) * 2 / 1e3)
+    assert some_layers(replace(TINY, layers=4), 1).layers == 1
     mtp = draft_seconds(Draft("mtp"), PLACE, PLAIN, Step(1, 2, 0))
     assert mtp == pytest.approx((2 * 160 + 4 * 64) / 1e3), "positions: 3 in the pass over the verified, 1 in the next"
 
@@ -138,7 +141,7 @@ def test_bound_by_hand():
 
 def test_unknown_models_are_named():
     """A name without sizes is refused; sizes beside the file go before the table's."""
-    with pytest.raises(ConfigError, match="model = gpt-5: unknown; known: llama-3.2-1b, llama-3.1-8b"):
+    with pytest.raises(ConfigError, match="model = gpt-5: unknown; known: smollm2-135m, tinyllama"):
         named("gpt-5")
     assert named("mine", {"mine": {"L": 3}}) == {"L": 3}
     assert named("hy3-295b-a21b", {"hy3-295b-a21b": {"note": "no sizes"}})["experts"] == 192
@@ -227,7 +230,7 @@ def test_best_draft_length_of_a_public_point():
 
 
 @pytest.mark.parametrize("text, said", [
-    ("{}", "must be a list"), ("[{\"id\": 1}]", "'model' is missing"), ("[", "cannot be read")])
+    ("{}", "must be a list"), ("[{\"id\": 1}]", "point 0: expected is missing"), ("[", "cannot be read")])
 def test_bad_points_are_named(tmp_path, text, said):
     """A file that holds no points exits 2 with the place."""
     (tmp_path / "points.json").write_text(text)

@@ -2,81 +2,26 @@
 
 import json
 import os
-import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
+import roi_world
 import yaml
+from roi_world import GRID, MODEL, RATES, TRUE, acceptance, found, planned, steps
 from tiny import call
 
-from eval import roi, roi_plan, roi_worth
-from eval.roi_files import Acceptance, Steps, Timed, calibrate
-from eval.roi_plan import PLAIN, Method, Planner, winning
+from eval import roi
+from eval.roi_accepted import Acceptance
+from eval.roi_files import calibrate
+from eval.roi_loads import winning
+from eval.roi_plan import PLAIN, Method, Planner
+from eval.roi_serving import training_hours
 from recipes.loader import load_recipe
 from recipes.schema import Roi
-from recipes.speculation import Constants, Draft, Step, kept_of, step_seconds
+from recipes.speculation import Draft, Step, kept_of, step_seconds
 
-TRUE = Constants(0.7, 0.45, 20.0, 10.0, 1200.0, 400.0, 12.0, 0.8, 1.0)
-MODEL = "llama-3.1-8b"
-RATES = [0.75, 0.55, 0.4, 0.3, 0.22]
-
-
-def steps(*grid: tuple[int, int], **changes) -> Steps:
-    """What an engine with the constants TRUE would measure on an H100, without prefill."""
-    empty = Steps(engine={"name": "engine", "version": "1"}, hardware={"name": "h100-sxm"}, target={"model": MODEL},
-                  drafter={"kind": "eagle3"}, **changes)
-    place, draft = empty.place(), empty.draft()
-    points = [Timed("step", rows, K, 0, 640.0, 1e3 * step_seconds(draft, place, TRUE, Step(rows, K, 640.0)))
-              for rows, K in grid]
-    return replace(empty, points=points)
-
-
-GRID = ((8, 0), (8, 2), (8, 5), (64, 5), (128, 0))
-
-
-def acceptance(**changes) -> dict:
-    own = Acceptance(name="ours", per_position=RATES, context=[0.0, 4096.0], target=MODEL, weight_bits=16.0,
-                     relative_sd=0.02)
-    return asdict(own) | changes
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory):
-    """A recipe, steps.json and the acceptance of one drafter, calibrated."""
-    folder = tmp_path_factory.mktemp("calibrated")
-    values = {"name": "w", "runs_dir": "runs",
-              "roi": {"model": MODEL, "price_per_gpu_hour": 2.0, "demand_tok_s": 30000.0, "slo_ms": 30.0,
-                      "training_gpu_hours": 48.0}}
-    (folder / "r.yaml").write_text(yaml.safe_dump(values))
-    (folder / "steps.json").write_text(json.dumps(asdict(steps(*GRID))))
-    (folder / "ours.json").write_text(json.dumps(acceptance()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert call(roi.COMMAND, folder / "r.yaml", "calibrate", "--steps", "steps.json") == 0
-    return folder
-
-
-@pytest.fixture
-def world(calibrated, tmp_path, monkeypatch, request):
-    """A copy of it, as the current folder. The page is drawn only for tests with `page` in their name, and intervals
-    come from fewer draws than a plan takes."""
-    folder = shutil.copytree(calibrated, tmp_path / "world")
-    monkeypatch.chdir(folder)
-    for module in (roi_plan, roi_worth):
-        monkeypatch.setattr(module, "DRAWS", 40)
-    if "page" not in request.node.name:
-        monkeypatch.setattr(roi.roi_page, "render", lambda plan: "")
-    return folder
-
-
-def planned(world: Path, *argv: str, name: str = "ours.json") -> int:
-    return call(roi.COMMAND, world / "r.yaml", "plan", "--reports", str(world / name), *argv)
-
-
-def found(world: Path) -> dict:
-    return json.loads((world / "runs" / "w" / "roi" / "roi.json").read_text())
+calibrated, world = roi_world.calibrated, roi_world.world
 
 
 def test_plan_and_its_page(world, capsys):
@@ -152,17 +97,17 @@ def test_a_tree_verifies_its_nodes():
 def test_training_hours_come_from_the_run(world):
     """From the stamps of tracing and training to their last files, times plan.gpus; None where a stamp is missing."""
     recipe = load_recipe(world / "r.yaml", {"roi.training_gpu_hours": "0", "plan.gpus": "4"})
-    assert roi.training_hours(recipe) == (None, "")
+    assert training_hours(recipe) == (None, "")
     run = world / "runs" / "w"
-    for stamped, last, hours in (("traces/provenance.json", "traces/manifest.json", 2.0),
-                                 ("provenance.json", "checkpoints/best.json", 3.0)):
+    for stamped, last, hours in (("traces/provenance.json", "traces/shards/shard-00000.json", 2.0),
+                                 ("provenance.json", "checkpoints/step-000001/trainer.json", 3.0)):
         for name in (stamped, last):
             (run / name).parent.mkdir(parents=True, exist_ok=True)
             (run / name).write_text(json.dumps({"time": "2026-01-01T00:00:00+00:00"}))
         end = datetime(2026, 1, 1, tzinfo=UTC).timestamp() + 3600 * hours
         os.utime(run / last, (end, end))
-    assert roi.training_hours(recipe)[0] == pytest.approx(4 * (2 + 3))
-    assert roi.training_hours(load_recipe(world / "r.yaml")) == (48.0, "as given")
+    assert training_hours(recipe)[0] == pytest.approx(4 * (2 + 3))
+    assert training_hours(load_recipe(world / "r.yaml")) == (48.0, "as given")
 
 
 def test_winning_intervals_need_not_be_one():
@@ -206,7 +151,8 @@ def test_choice_between_reports(world):
     ({}, ["--roi.hardware", "b200"], "refused (3)"), ({"mode": "synthetic"}, [], "refused (6)"),
     ({"prompts": "random"}, [], "refused (6)"), ({}, ["--roi.slo_percentile", "p99"], "refused (7): p99 needs"),
     ({"requests": 900, "slowest": 1.4}, ["--roi.slo_percentile", "p99"], "refused (7): p99 of 900 requests"),
-    ({}, ["--roi.headroom", "1"], "refused (11)"), ({}, ["--roi.memory_share", "0.1"], "refused (11)"),
+    ({}, ["--roi.headroom", "1"], "refused (11)"), ({}, ["--roi.headroom", "0", "--demand", "0"], "refused (11)"),
+    ({}, ["--roi.memory_share", "0.1"], "refused (11)"),
     ({}, ["--roi.price_kind", "spot", "--roi.days", "365"], "refused (12)")])
 def test_plan_refuses(world, capsys, changes, argv, said):
     """Each refusal that a plan can meet exits 2 with its number and writes no plan."""
@@ -255,16 +201,19 @@ def test_drafter_and_caches_take_memory():
     assert planner.memory(Method("l", Draft("lookup"), Acceptance()), 4) == plain
     heads = planner.memory(Method("m", Draft("medusa"), Acceptance(per_position=RATES)), 4) - plain
     assert heads == pytest.approx(5 * 4096 * (4096 + 128256) * 2)
+    small = Draft("medusa", vocab=8192, blocks=2)
+    heads = planner.memory(Method("m", small, Acceptance(per_position=RATES)), 4) - plain
+    assert heads == pytest.approx(5 * 4096 * (2 * 4096 + 8192) * 2)
     layer = planner.memory(Method("t", Draft("mtp"), Acceptance(per_position=RATES)), 4) - plain
     weights = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096 * 128256
     assert layer == pytest.approx(2 * weights + 4 * 2000 * 4096, rel=1e-3)
 
 
 def test_fleet_totals(world, capsys):
-    """Two workloads: one where the drafter wins, one whose replicas run a batch at which it loses; totals, and what
-    dropping it there moves."""
+    """Two workloads: one where the drafter wins, one whose replicas run a batch at which it loses against plain
+    decoding at its best; totals, and what dropping it there moves."""
     (world / "weak.json").write_text(json.dumps(acceptance(name="weak", per_position=[0.2, 0.05, 0.01])))
-    loads = [{"name": "chat", "demand_tok_s": 20000, "report": str(world / "ours.json"), "batch": 16},
+    loads = [{"name": "chat", "demand_tok_s": 20000, "report": str(world / "ours.json")},
              {"name": "batch jobs", "demand_tok_s": 600000, "report": str(world / "weak.json"), "batch": 96,
               "slo_ms": 0}]
     (world / "fleet.yaml").write_text(yaml.safe_dump(loads))
@@ -330,23 +279,3 @@ def test_names_on_the_page_are_text(world):
     assert planned(world) == 0
     page = (world / "runs" / "w" / "roi" / "roi.html").read_text()
     assert "<b>x" not in page and "&lt;b&gt;x" in page
-
-
-def test_plan_of_our_own_report(world, capsys):
-    """eval/report.json is an acceptance: mean length, its interval as uncertainty, contexts with enough drafts, its
-    sets as domains."""
-    block = {"acceptance": {"per_position": [0.6, 0.4], "mean_length": 2.0, "ci95": [1.9, 2.1],
-                            "by_context_bucket": [{"from": 0, "to": 512, "drafts": 100, "mean_length": 2.0},
-                                                  {"from": 512, "to": 2048, "drafts": 40, "mean_length": 2.0},
-                                                  {"from": 2048, "to": 8192, "drafts": 3, "mean_length": 2.0}]},
-             "tokens_per_target_pass": 1.9}
-    report = {"schema": "drafthouse.report/1", "name": "run", "target": {"model": MODEL}, "drafter": {"kind": "eagle3"},
-              "stack": {"dtype": "bfloat16"}, "settings": {"temperature": 0.0}, "total": block,
-              "sets": {"code": block}}
-    (world / "report.json").write_text(json.dumps(report))
-    assert planned(world, "--roi.domain", "code", name="report.json") == 0
-    accepted = found(world)["acceptance"]["run"]
-    assert accepted["context"] == [0.0, 2048.0] and accepted["relative_sd"] == pytest.approx(0.2 / 3.92 / 2)
-    assert planned(world, "--roi.domain", "maths", name="report.json") == 2
-    assert planned(world, "--roi.input_tokens", "2000", name="report.json") == 2
-    assert "refused (1): acceptance was measured at contexts of 0 to 2,048" in capsys.readouterr().err

@@ -1,19 +1,26 @@
 """`make serve-check` against a stand-in for vLLM; tests/test_vllm.py has the real one."""
 
+import gc
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+from evaluated import TURNS, write_jsonl
+from safetensors.torch import load_file, save_file
 from tiny import call
 from tiny_run import tiny_run
 
 from data.chat import prompt_ids
 from data.prompts import evaluation_prompts
+from drafters.target import Target
+from drafters.tree import DynamicTree, chain
 from eval import run as eval_run
 from eval import serve_check, ship
 from eval.decode import Decoder
-from eval.engine_run import read_counters
+from eval.plans import described
 from eval.serve_worker import ACCEPTED, DRAFTS, counters
 from recipes.files import sha256_file
 
@@ -71,13 +78,15 @@ FAULTS = {
     "other draft length": ({"native": {"accepted": [12, 8]}}, "of 2 positions, not of 3"),
     "does not load": ({"native": {"refuses": True}}, "the engine: ValueError: unexpected tensor layers.0.x"),
     "dies": ({"native": {"dies": True}}, "the engine ended without answers"),
+    "server does not load": ({"native": {"server_refuses": True}}, "the server ended: ValueError: unexpected tensor"),
     "server without ids": ({"native": {"no_ids": True}}, "no completion with token ids: KeyError('token_ids')"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_fails(base, capsys, fault):
-    """Cases 12, 13, 59: other ids, other acceptance, a drafter that does not draft or load; each is named."""
+    """Cases 12, 13, 47, 59: other ids, other acceptance, a drafter that does not draft or load, over HTTP alone too;
+    each is named."""
     faults, message = FAULTS[fault]
     if fault == "other ids":
         answers = {key: list(ids) for key, ids in base.right["answers"].items()}
@@ -109,17 +118,84 @@ def test_what_is_missing(base, capsys):
     serve.write_bytes(whole)
 
 
+def test_an_export_of_another_checkpoint_than_the_evaluation(base, capsys):
+    """Cases 12, 36, 50: trained on and exported, but not evaluated again: the report is of another drafter."""
+    weights = base.checkpoint / "drafter.safetensors"
+    whole, tensors = weights.read_bytes(), load_file(weights)
+    try:
+        save_file(tensors | {"norm.weight": tensors["norm.weight"] * 1.001}, weights)
+        assert call(ship.COMMAND, base.recipe) == 0
+        assert call(serve_check.COMMAND, base.recipe, *FLAGS[2:]) == 1
+        assert "native: exported from another checkpoint than eval/report.json is of" in capsys.readouterr().err
+    finally:
+        weights.write_bytes(whole)
+        assert call(ship.COMMAND, base.recipe, *FORMATS) == 0
+
+
+@pytest.mark.parametrize("plan, words", [(DynamicTree(2, 3, 9), "dynamic trees of depth 2"),
+                                         (chain(3, 0.25), "chains of up to 3 that end behind a token below 0.25")])
+def test_a_report_of_other_drafts(base, capsys, plan, words):
+    """Case 12: a tree's acceptance, or that of chains that stop early, is none that an engine's chains can have."""
+    path = base.run / "eval" / "report.json"
+    whole = path.read_text()
+    report = json.loads(whole)
+    report["settings"]["plan"] = described(plan)
+    path.write_text(json.dumps(report))
+    assert call(serve_check.COMMAND, base.recipe, *FLAGS) == 2
+    assert f"was made with {words}" in capsys.readouterr().err
+    path.write_text(whole)
+
+
+def test_a_report_of_sets(base, capsys):
+    """Case 53: of eval.sets the engine gets what was sent, later turns with the target's own answers among it; where
+    that is other than the report's, nothing is compared."""
+    sets = f"[{{name: bench, path: {write_jsonl(base.recipe.parent / 'bench.jsonl', TURNS)}}}]"
+    flags = ["--name", "sets", "--drafter.path", str(base.checkpoint), "--eval.sets", sets]
+    assert call(ship.COMMAND, base.recipe, *flags) == 0 == call(eval_run.COMMAND, base.recipe, *flags)
+    run = base.run.parent / "sets"
+    sent = run / "eval" / "sent.jsonl"
+    ids = [json.loads(line)["ids"] for line in sent.read_text().splitlines()]
+    outputs = Decoder(base.target, 8).speculative(ids, base.drafter, 3)
+    (base.model / "engine.json").write_text(json.dumps({
+        "answers": {str(i): o.tokens for i, o in zip(ids, outputs)}, "faults": {},
+        "drafts": sum(o.acceptance.drafts for o in outputs),
+        "accepted": [sum(o.acceptance.accepted[i] for o in outputs) for i in range(3)]}))
+    flags += ["--python", sys.executable, "--http", "false"]
+    assert call(serve_check.COMMAND, base.recipe, *flags) == 0, capsys.readouterr().err
+    found = json.loads((run / "serve" / "report.json").read_text())
+    assert found["prompt_ids"] == ["bench: 81", "bench: 82", "bench: 83", "bench: 81, turn 2", "bench: 83, turn 2"]
+    sent.write_text("\n".join(sent.read_text().splitlines()[:-1]))
+    assert call(serve_check.COMMAND, base.recipe, *flags) == 1
+    assert "give other ids than were evaluated" in capsys.readouterr().err
+
+
+def test_the_target_is_gone_when_an_engine_starts(base, monkeypatch):
+    """An engine needs the memory: no target of this process is left, not by its hooks either."""
+    gc.collect()
+    before, seen = sum(type(o) is Target for o in gc.get_objects()), []
+
+    def look(*arguments):
+        seen.append(sum(type(o) is Target for o in gc.get_objects()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve_check, "offline", look)
+    assert call(serve_check.COMMAND, base.recipe, *FLAGS) == 130
+    assert seen == [before]
+
+
+def test_sigterm_ends_the_command(base, monkeypatch):
+    """Exit code 143, by an exception that ends what was started; afterwards the signal means what it did before."""
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(serve_check, "check", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+    assert call(serve_check.COMMAND, base.recipe, *FLAGS) == 143
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
 def test_counters_of_replicas_are_summed():
-    """Case 55: 8 of 10 and 18 of 20 are 26 of 30, in any order, from both sources."""
+    """Case 55: 8 of 10 and 18 of 20 are 26 of 30, in any order."""
     class Metric:
         def __init__(self, name, value=0, values=()):
             self.name, self.value, self.values = name, value, values
 
     rows = [Metric(DRAFTS, 10), Metric(ACCEPTED, values=[8, 4]), Metric(DRAFTS, 20), Metric(ACCEPTED, values=[18])]
     assert counters(rows) == counters(rows[::-1]) == (30, [26, 4])
-    name = "vllm:spec_decode_num_"
-    page = (f'{name}drafts_total{{engine="0"}} 10.0\n{name}drafts_total{{engine="1"}} 20.0\n'
-            f'{name}accepted_tokens_per_pos_total{{engine="1",position="0"}} 18.0\n'
-            f'{name}accepted_tokens_per_pos_total{{engine="0",position="0"}} 8.0\n'
-            f'{name}accepted_tokens_per_pos_total{{engine="0",position="1"}} 4.0\n')
-    assert read_counters(page) == (30, [26, 4])

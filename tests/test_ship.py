@@ -9,14 +9,17 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from tiny import call
+from tiny import LAYERS, call
 from tiny_drafter import make_meta
-from tiny_run import tiny_run
+from tiny_run import change_json, change_shard, roll_states, tiny_run
 
+from drafters import checkpoint, imported
 from drafters.export.native import native_config
 from drafters.export.serving import Deployment, serving_files
 from eval import run as eval_run
 from eval import ship
+from recipes.errors import ConfigError
+from recipes.schema import Drafter
 
 BOTH = ["--export.formats", "[native, speculators]"]
 
@@ -42,6 +45,7 @@ def test_one_call_writes_and_proves_every_layout(base, shipped, capsys):
         assert proof["files"] == ship.digests(shipped / layout) and proof["same_text"] == proof["prompts"] == 2
         assert proof["loop"] == proof["reader"] and 0 < proof["loop"][2] < proof["loop"][0] <= 1
         assert proof["engines"]["vllm"] == []
+        assert proof["validation"]["replay"] == proof["validation"]["reader"] and proof["validation"]["drafts"] > 3
     assert "SGLang does not load the speculators layout" in proof["engines"]["sglang"][0]
     assert call(ship.COMMAND, base.recipe, *BOTH) == 0
     assert capsys.readouterr().out.count("exported before") == 2
@@ -76,7 +80,66 @@ def test_an_export_that_serves_other_than_was_trained(base, monkeypatch, capsys)
     assert not (base.run.parent / "other" / "export" / "native-check.json").exists()
 
 
+def test_validation_that_serving_does_not_reach(base, shipped, capsys):
+    """Case 12: position 1 of validation is compared with what the exported files accept on the same rows. States that
+    were captured one token off give another number in training than in serving: nothing ships."""
+    files = [p for p in (base.run / "traces").rglob("*") if p.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    change_shard(base.run, roll_states)
+    try:
+        assert call(ship.COMMAND, base.recipe, "--check") == 1
+        err = capsys.readouterr().err
+        assert "at position 1 validation accepts" in err and "make doctor` names the stage" in err
+    finally:
+        for path, content in before.items():
+            path.write_bytes(content)
+    assert call(ship.COMMAND, base.recipe, "--check") == 0
+
+
+def test_a_precision_that_the_drafter_does_not_survive(base, tmp_path, capsys):
+    """Case 48: the gate runs on the precision that is shipped: a head whose rows only float32 tells apart passes in
+    float32 and is refused in bfloat16, though its tensors are the trained ones, rounded once."""
+    meta = checkpoint.read_meta(base.checkpoint)
+    tensors = base.drafter.tensors()
+    checkpoint.save(tmp_path, tensors | {"lm_head.weight": tensors["lm_head.weight"] + 256}, {
+        key: value for key, value in meta.items() if key != "format"})
+    flags = ["--name", "rounded", "--drafter.path", str(tmp_path)]
+    assert call(ship.COMMAND, base.recipe, *flags) == 0
+    capsys.readouterr()
+    assert call(ship.COMMAND, base.recipe, *flags, "--export.dtype", "bfloat16") == 1
+    assert "independent reader accepts" in capsys.readouterr().err
+
+
+def test_layers_that_the_target_has_not(base, shipped, tmp_path):
+    """Case 04: a published drafter's layers are held against the target before it is tapped: the message names the
+    folder and key, not the recipe's."""
+    for path in (shipped / "native").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    change_json(tmp_path / "config.json", lambda config: config.update(
+        eagle_aux_hidden_state_layer_ids=[1, 2, 99], eagle_config={}))
+    with pytest.raises(ConfigError, match=r"config.json: eagle_aux_.* = \[1, 2, 99\], but target.model .* 6 layers"):
+        imported.chosen(Drafter(path=str(tmp_path)), base.run, base.target)
+    assert base.target.layers == LAYERS
+
+
+def test_a_gate_that_compares_nothing(base, capsys):
+    """Case 12: answers of one token have no drafts, which agree on everything."""
+    flags = ["--name", "few", "--drafter.path", str(base.checkpoint), "--export.check_tokens", "1"]
+    assert call(ship.COMMAND, base.recipe, *flags) == 1
+    assert "nothing was compared" in capsys.readouterr().err
+
+
+def test_a_drafter_is_not_evaluated_beyond_its_positions(base, shipped, tmp_path, capsys):
+    """Case 33: a published drafter that is labelled for few positions is held to them, whatever the target has."""
+    for path in (shipped / "native").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    change_json(tmp_path / "config.json", lambda config: config.update(max_position_embeddings=20))
+    assert call(eval_run.COMMAND, base.recipe, "--name", "short", "--drafter.path", str(tmp_path)) == 2
+    assert "tokens, the context leaves 8" in capsys.readouterr().err  # 20, less the answer, a draft and one
+
+
 @pytest.mark.parametrize("flags, message", [
+    (["--export.tolerance", "nan"], "export.tolerance"), (["--export.tolerance", "2"], "export.tolerance"),
     (["--export.formats", "[native, gguf]"], "known layouts: native, speculators"),
     (["--export.formats", "[]"], "known layouts"),
     (["--export.formats", "[speculators]", "--export.engines", "[sglang]"], "does not load the speculators layout"),

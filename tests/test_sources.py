@@ -4,6 +4,7 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -260,8 +261,19 @@ def test_hub_data_set_that_breaks_while_read_leaves_no_copy(tmp_path, monkeypatc
     assert "\n" not in str(error.value) and tree(tmp_path / "run") == set()
 
 
+def test_hub_out_of_reach_names_the_last_request(tmp_path, monkeypatch):
+    """The library hides why a request failed, and its log tells."""
+    log = "warning\n'[Errno 111] Connection refused' thrown while requesting HEAD http://hub/x\nRetrying in 1s\n"
+    monkeypatch.setattr(hub.subprocess, "run", lambda *args, **rest: SimpleNamespace(
+        returncode=3, stdout="cannot reach the Hub (x)\n", stderr=log))
+    with pytest.raises(RunError, match=r"cannot reach the Hub \(x\); the last request: '\[Errno 111\] Connection "
+                                       "refused' thrown while requesting HEAD http://hub/x$"):
+        copy_of(PromptSource(kind="hub", name="no/set", cache_dir=str(tmp_path)), "prompts.sources[0]", tmp_path)
+
+
 @pytest.mark.parametrize("fields, error, message", [
-    ({"name": "no/set"}, RunError, r"'no/set' \(default, train\): cannot reach the Hub .*HF_HUB_OFFLINE"),
+    ({"name": "no/set"}, RunError, r"'no/set' \(default, train\): cannot reach the Hub \(Couldn't reach 'no/set' .*"
+     "OfflineModeIsEnabled.*HF_HUB_OFFLINE"),
     ({"split": "test"}, ConfigError, r"\(default, test\): Unknown split"),
     ({"streaming": True}, ConfigError, "streaming needs `rows`"), ({"name": ""}, ConfigError, "needs `name`")])
 def test_hub_failure_is_one_message_and_leaves_nothing(tmp_path, fields, error, message):
@@ -274,6 +286,6 @@ def test_hub_failure_is_one_message_and_leaves_nothing(tmp_path, fields, error, 
         patch.setenv("HF_HUB_OFFLINE", "1")
         with pytest.raises(error, match=message) as found:
             copy_of(PromptSource(kind="hub", **values), "prompts.sources[0]", tmp_path / "run")
-    assert "\n" not in str(found.value) and "Traceback" not in str(found.value)
+    assert not any(text in str(found.value) for text in ("\n", "Traceback", "Errno None", str(tmp_path / "run")))
     assert tree(tmp_path / "run") == set()
     assert not [p for p in tree(tmp_path) if p.startswith("cache/tmp-")]

@@ -175,6 +175,25 @@ def test_tied_untied_single_and_sharded_targets_load(tmp_path, tied, shard):
         torch.testing.assert_close(target.forward(ids, torch.arange(3)[None]).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("names", ["without a prefix", "of the head"])
+def test_a_target_whose_embedding_has_another_name(tmp_path, names):
+    """Case 58: a tied table that a file holds under its base model's name, or as the head, is the embedding; what is
+    found under no name is refused, never random."""
+    config = llama().config
+    config.tie_word_embeddings = True
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(config).double().eval()
+    model.save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    renamed = {"without a prefix": lambda name: name.removeprefix("model."),
+               "of the head": lambda name: name.replace("model.embed_tokens", "lm_head")}[names]
+    save_file({renamed(name): t for name, t in held.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    target = load_target(tmp_path, layers=[1, 2, 3])
+    assert torch.equal(target.embedding, model.model.embed_tokens.weight)
+    assert torch.equal(target.head_weight, target.embedding)
+
+
 def damage(folder, how: str) -> None:
     weights = folder / "model.safetensors"
     if how == "no weights":

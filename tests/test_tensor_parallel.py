@@ -1,12 +1,15 @@
 """A tensor-parallel trace run on two real gloo processes against one process with the whole target."""
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from data.collect import COMMAND
 from data.compare import NOISE, compare
 from data.store import TraceReader
 from drafters.tensor_parallel import ShardedTarget, lead
-from recipes.cli import run
+from recipes.cli import DEFAULT_RECIPE, Command, run
 from recipes.errors import ConfigError
 from recipes.schema import Target as TargetSection
 
@@ -91,6 +94,29 @@ def test_heads_that_cannot_be_dealt_out_are_a_message(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     with pytest.raises(ConfigError, match="4 attention heads with 2 key/value heads cannot be shared among 3 proc"):
         ShardedTarget.placement(SimpleNamespace(config=llama(layers=1).config))
+
+
+@pytest.mark.parametrize("end, codes, message", [
+    (ConfigError("generation.max_tokens = 9000: no room"), [2, 0], ""),
+    (OSError(errno.ENOSPC, "No space left on device", "traces"), [1, 0], ""),
+    (None, [-signal.SIGKILL, 1], "the first process of this launch has ended")])
+def test_what_ends_rank_0_is_no_traceback_elsewhere(tmp_path, end, codes, message):
+    """A user's mistake and a full disk are told by rank 0 alone; where that is killed, the other one says so."""
+    def fail():
+        if end is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise end
+
+    def work(rank: int) -> None:
+        signal.alarm(120)  # rather dead than waiting for one that never comes
+        os.environ["TORCHELASTIC_RUN_ID"] = "launched"
+        command = Command("make x", "About.", lambda recipe, switches: lead(recipe.target, fail))
+        run(command, ["--config", str(ROOT / DEFAULT_RECIPE), "--target.tp_plan", "auto"])
+
+    first, second = forked.together(2, work, tmp_path)
+    assert [first.code, second.code] == codes, first.err + second.err
+    assert message in second.err and second.err.count("\n") == bool(message)
+    assert end is None or str(end.args[-1]) in first.err and first.err.count("\n") == 1
 
 
 def test_one_process_is_no_launch(monkeypatch):

@@ -1,12 +1,26 @@
 """Timing's arithmetic; the clock itself is scripted."""
 
 import pytest
+import torch
 from fakes import counting_drafter, counting_target
 from tiny import V
+from transformers import GenerationConfig
 
-from eval import timing
+from eval import breakdown, timing
+from eval import clock as eval_clock
 from eval.decode import Output
-from eval.timing import Timing, by_batch, interleaved, medians_in_turns, percentiles, predict, speedup, step_times
+from eval.timing import (
+    Timing,
+    by_batch,
+    generate,
+    interleaved,
+    medians_in_turns,
+    percentiles,
+    predict,
+    rounds,
+    speedup,
+    step_times,
+)
 
 
 def test_percentiles_are_null_with_a_reason():
@@ -33,11 +47,22 @@ def test_bursts_are_counted():
     timed = Timing()
     timed.add(10.0, Output([1, 2, 3, 4, 5], times=[(10.5, 1), (10.56, 3), (10.57, 1)]))
     assert timed.ttft_ms == [pytest.approx(500)]
-    assert timed.itl_ms == pytest.approx([20, 20, 20, 10])
+    assert timed.itl_ms == pytest.approx([20, 20, 20, 10]) and timed.burst_ms == pytest.approx([60, 10])
+    assert timed.latency("itl_ms")["n"] == timed.latency("burst_ms")["n"] == 2 and timed.latency("ttft_ms")["n"] == 1
     assert timed.seconds == [pytest.approx(0.57)] and timed.tokens == [5]
     timed.add(20.0, Output([1], times=[(20.43, 1)]))
     assert timed.tok_s == pytest.approx(6 / 1.0)  # of the sums, not a mean of rates
     assert Timing().tok_s == 0.0
+
+
+def test_a_percentile_needs_so_many_bursts_and_not_tokens():
+    """Nine bursts of five tokens are 45 equal intervals and nine times measured: too few for a median."""
+    timed = Timing()
+    timed.add(0.0, Output([1] * 46, times=[(1.0, 1), *((1.1 + i / 10, 5) for i in range(9))]))
+    assert len(timed.itl_ms) == 45 and timed.latency("itl_ms")["p50"] is None
+    timed.add(0.0, Output([1] * 6, times=[(1.0, 1), (1.1, 5)]))
+    assert timed.latency("itl_ms")["p50"] == pytest.approx(20) and timed.latency("itl_ms")["n"] == 10
+    assert timed.latency("burst_ms")["p50"] == pytest.approx(100)
 
 
 def test_speedup_is_a_ratio_of_sums():
@@ -53,9 +78,33 @@ def test_medians_are_taken_in_turns_after_a_round_of_warming_up(monkeypatch):
     calls = []
     took = [("a", 90), ("b", 80), ("a", 1), ("b", 7), ("a", 900), ("b", 5), ("a", 3), ("b", 6)]
     clock = iter([x for i, (_, ms) in enumerate(took) for x in (i, i + ms / 1e3)])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    found = medians_in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3)
+    monkeypatch.setattr(eval_clock.time, "perf_counter", lambda: next(clock))
+    works = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    found = medians_in_turns(works, torch.device("cpu"), repeats=3)
     assert found == pytest.approx({"a": 3.0, "b": 6.0}) and calls == [name for name, _ in took]
+
+
+class Accelerator:
+    """A clock in ms, and a device whose calls return at once: their work takes its time when somebody waits for it."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.ms, self.waiting = 0.0, 0.0
+        monkeypatch.setattr(eval_clock.time, "perf_counter", lambda: self.ms / 1e3)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.wait())
+
+    def wait(self) -> None:
+        self.ms, self.waiting = self.ms + self.waiting, 0.0
+
+    def work(self, launch: float, ms: float) -> None:
+        self.ms, self.waiting = self.ms + launch, self.waiting + ms
+
+
+def test_a_call_is_timed_with_its_own_work_on_the_device(monkeypatch):
+    """Launches of 1 ms with 10 and 3 ms of work behind them take 11 and 4 ms: neither the launch alone nor the work of
+    the call before."""
+    gpu = Accelerator(monkeypatch)
+    works = {"verify": lambda: gpu.work(1, 10), "draft": lambda: gpu.work(1, 3)}
+    assert medians_in_turns(works, torch.device("cuda", 0), 3) == pytest.approx({"verify": 11.0, "draft": 4.0})
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +126,41 @@ def test_engines_take_turns_on_the_same_prompts(counting):
     assert target.model.config._attn_implementation == timing.GROUPED  # given back after `generate`
 
 
+def test_transformers_gives_the_plain_text_whatever_the_model_was_published_with(counting):
+    """A repetition penalty and a shortest answer in the generation settings leave the text that the loop decodes, and
+    are there again afterwards; a target without an end token is timed too."""
+    target, drafter = counting
+    published = target.model.generation_config
+    settings = GenerationConfig(repetition_penalty=1e300, min_new_tokens=11, eos_token_id=2)
+    target.model.generation_config = settings
+    try:
+        timings = interleaved(target, drafter, [[57]], 3, 12, lambda: None)
+        with timing.as_loaded(target):
+            assert generate(target, [20, 21, 22, 20], 3).tokens == [21, 22, 23]
+        assert target.model.generation_config is settings
+    finally:
+        target.model.generation_config = published
+    assert {name: t.tokens for name, t in timings.items()} == dict.fromkeys(timings, [9])
+
+
+def test_a_target_without_end_tokens_is_timed(counting, monkeypatch):
+    target, _ = counting
+    monkeypatch.setattr(type(target), "end_ids", property(lambda self: []))
+    with timing.as_loaded(target):
+        assert generate(target, [57], 12).tokens == [58, 59, 60, 61, 62, 63, *range(6)]
+
+
+def test_nothing_but_the_answer_is_in_its_seconds(counting, monkeypatch):
+    """The switches of attention, two seconds each here, lie outside what is timed of transformers."""
+    target, drafter = counting
+    clock = Accelerator(monkeypatch)
+    switch = type(target.model).set_attn_implementation
+    monkeypatch.setattr(type(target.model), "set_attn_implementation",
+                        lambda self, name: clock.work(2000, 0) or switch(self, name))
+    timings = interleaved(target, drafter, [[57]], 3, 12, lambda: None)
+    assert clock.ms == 8000 and timings[timing.TRANSFORMERS].seconds == [0.0]
+
+
 def test_step_times_leave_figures_for_the_formula(counting):
     """The three times of the prediction are positive and finite."""
     target, drafter = counting
@@ -86,12 +170,43 @@ def test_step_times_leave_figures_for_the_formula(counting):
 
 
 def test_by_batch_by_hand(counting, monkeypatch):
-    """Kept tokens of a batch over its seconds: 2 x 12 tokens in 4 s and in 1 s is four times as fast."""
+    """Case 23: each engine decodes every prompt once, and begins a round in turn; a short first one does not count.
+    6 x 12 tokens in 3 + 1 s and in 0.5 + 1.5 s are 18 and 36 a second."""
     target, drafter = counting
-    outputs = [Output(list(range(12)))] * 2
-    monkeypatch.setattr(timing.Decoder, "plain", lambda self, prompts: outputs)
-    monkeypatch.setattr(timing.Decoder, "speculative", lambda self, prompts, drafter, K: outputs)
-    clock = iter([0.0, 4.0, 10.0, 11.0])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    row = by_batch(target, drafter, [[5], [6], [7]], 3, 12, 2)
-    assert row == {"batch": 2, "baseline_tok_s": 6.0, "speculative_tok_s": 24.0, "speedup": 4.0}
+    clock, calls = Accelerator(monkeypatch), []
+
+    def engine(name: str, *ms: float):
+        took = iter(ms)
+
+        def decode(self, prompts, *draft):
+            calls.append((name, [p[0] for p in prompts], self.slots, self.max_tokens))
+            clock.work(next(took), 0)
+            return [Output(list(range(self.max_tokens)))] * len(prompts)
+        return decode
+
+    monkeypatch.setattr(timing.Decoder, "plain", engine("plain", 9000, 3000, 1000))
+    monkeypatch.setattr(timing.Decoder, "speculative", engine("drafts", 8000, 500, 1500))
+    row = by_batch(target, drafter, [[i] for i in range(6)], 3, 12, 3)
+    assert row == {"batch": 3, "baseline_tok_s": 18.0, "speculative_tok_s": 36.0, "speedup": 2.0,
+                   "engine": timing.PLAIN, "prompts": 6}
+    assert calls == [("plain", [0, 2, 4], 3, 4), ("drafts", [0, 2, 4], 3, 4), ("plain", [0, 2, 4], 3, 12),
+                     ("drafts", [0, 2, 4], 3, 12), ("drafts", [1, 3, 5], 3, 12), ("plain", [1, 3, 5], 3, 12)]
+
+
+@pytest.mark.parametrize("prompts, size, expected", [
+    (8, 4, [[0, 2, 4, 6], [1, 3, 5, 7]]), (12, 4, [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]),
+    (16, 4, [[*range(0, 16, 2)], [*range(1, 16, 2)]]), (10, 4, [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]),
+    (7, 4, [[*range(7)]] * 2), (4, 4, [[*range(4)]] * 2), (3, 4, [[0, 1, 2, 0]] * 2), (2, 5, [[0, 1, 0, 1, 0]] * 2)])
+def test_rounds_meet_every_prompt_in_whole_batches(prompts, size, expected):
+    """Case 66: none is left out, whatever the order of the kinds in the file; too few are repeated."""
+    assert [[p[0] for p in part] for part in rounds([[i] for i in range(prompts)], size)] == expected
+
+
+def test_the_parts_of_a_cycle_are_of_prompts_from_the_whole_list(counting, monkeypatch):
+    """Four of eight, evenly spaced, behind one that warms up."""
+    target, drafter = counting
+    seen = []
+    monkeypatch.setattr(breakdown.Decoder, "speculative",
+                        lambda self, prompts, *draft: seen.extend(prompts) or [Output()])
+    assert breakdown.cycle(target, drafter, [[i] for i in range(8)], 3, 12)["cycles"] == 0
+    assert [p[0] for p in seen] == [0, 0, 2, 4, 6]

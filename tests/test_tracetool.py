@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data import collect
+from data.backends.units import unit_digest
 from data.capture import capture
 from data.collect import COMMAND as TRACE
 from data.generate import Generator
@@ -188,6 +189,10 @@ def tear_answers(traces):
     path.write_text(path.read_text()[:-30])
 
 
+def change_an_answer(traces):
+    edit(traces / "answers" / "0-00001.json", lambda unit: unit["answers"][0]["tokens"].__setitem__(2, 9))
+
+
 # damage, what verify says, how many shards repair captures again
 DAMAGE = [
     (truncate, [f"{SECOND}.safetensors: holds"], 1),
@@ -212,6 +217,7 @@ DAMAGE = [
                       f"{FIRST}.json: belongs to another"], 0),
     (lose_a_shard_from_the_manifest, ["manifest.json: counts 8 rows, the shards list 4", "does not name"], 0),
     (tear_answers, ["answers/0-00001.json: torn"], 0),
+    (change_an_answer, ["answers/0-00001.json: edited since it was written"], 0),
 ]
 
 
@@ -254,7 +260,7 @@ def test_damage_is_named_and_repaired(world, copied, capsys, monkeypatch, damage
     assert call(INSPECT, recipe, "--repair", "--trace.verify_rows", sample) == 0
     assert "recomputed row holds" in capsys.readouterr().out
     same_store(traces, world[2])
-    assert len(calls) == captured and len(runs) == (damage is tear_answers)
+    assert len(calls) == captured and len(runs) == (damage in (tear_answers, change_an_answer))
 
 
 def test_all_faults_are_listed_together(copied, capsys):
@@ -283,6 +289,26 @@ def test_inspect_prints_what_the_folder_holds(world, capsys):
     assert shown["bytes"].startswith(f"{size} (+") and shown["bytes per token"] == f"{size / manifest['tokens']:.0f}"
     assert shown["shards"] == "2 of 2" and shown["target weights"] == manifest["target"]["weights"][:16]
     assert files(world[2]) == before and (world[2].parent / "recipe.yaml").read_bytes() == resolved
+
+
+def test_lock_of_a_refused_run_is_no_fault(copied):
+    """Processes of a launch that is refused leave the file by which they find each other: it is none of the traces'."""
+    recipe, traces = copied
+    (traces / ".lock").touch()
+    assert call(INSPECT, recipe, "--verify", "--trace.verify_rows", "0") == 0
+
+
+def test_repair_in_two_passes_counts_once(copied):
+    """A broken manifest is made anew first, what a killed run left goes after it. What the units of answers count, here
+    three failed attempts, is in the manifest once all the same."""
+    recipe, traces = copied
+    unit = sorted((traces / "answers").glob("*.json"))[0]
+    edit(unit, lambda stored: stored.update(counts={"HTTP 500": 3}))
+    edit(unit, lambda stored: stored.update(sha256=unit_digest(stored)))
+    (traces / "manifest.json").write_text("{")
+    leave_temporary(traces)
+    assert call(INSPECT, recipe, "--repair") == 0
+    assert json.loads((traces / "manifest.json").read_text())["answer_counts"] == {"HTTP 500": 3}
 
 
 def test_sample_is_chosen_by_seed_and_size(copied, capsys):

@@ -15,6 +15,7 @@ from data.capture import Conversation
 from drafters import checkpoint
 from drafters.base import Batch, loss_mask
 from eval.metrics import Acceptance
+from recipes import storage
 from recipes.errors import ConfigError, RunError
 from train import checkpoints, loop
 from train.loop import Trainer
@@ -170,23 +171,28 @@ def test_batch_without_loss_changes_nothing(build, base):
 @pytest.mark.parametrize("head", [True, False])
 def test_optimizer_and_checkpoint_hold_the_drafter_only(build, head):
     """Exactly the trainable drafter parameters are optimised; embedding and teacher head are in no file, and a
-    checkpoint is at most a tenth larger than the weights and two moments (case 62)."""
+    checkpoint is at most a tenth larger than the weights and two moments, as `make plan` says (case 62). All of them
+    have moved, and what is frozen has not (case 46)."""
     trainer = build(train__epochs=0.2, drafter__options__train_head=head, drafter__options__draft_vocab_size=32)
+    start = {name: p.detach().clone() for name, p in trainer.drafter.named_parameters()}
     trainer.run()
     held = [id(p) for group in trainer.optimizer.param_groups for p in group["params"]]
     wanted = trained_parameters(trainer.drafter)
     assert sorted(held) == sorted(map(id, wanted.values())) and ("lm_head.weight" in wanted) == head
     folder = checkpoint.best(trainer.folder)
     assert {f.name for f in folder.iterdir()} == {"drafter.json", "drafter.safetensors", "optimizer.safetensors",
-                                                  "trainer.json"}
+                                                  "trainer.json", "checksums.json"}
     assert set(load_file(folder / "drafter.safetensors")) == {n for n, _ in trainer.drafter.named_parameters()} | {
         "d2t", "t2d"}
     assert set(load_file(folder / "optimizer.safetensors")) == {
         f"{key}/{name}" for key in ("exp_avg", "exp_avg_sq", "step") for name in wanted}
+    after = load_file(checkpoint.path_of(trainer.folder, trainer.progress.step) / "drafter.safetensors")
+    assert {name for name in start if not torch.equal(after[name], start[name])} == set(wanted)  # case 46
     size = sum(f.stat().st_size for f in folder.iterdir())
     trained, frozen = (sum(p.numel() * 4 for p in trainer.drafter.parameters() if p.requires_grad == kind)
                        for kind in (True, False))
     assert size <= 1.1 * (3 * trained + frozen) + 16_000
+    assert 0 <= size - storage.checkpoint_bytes(trained / 4, frozen / 4, 32, 64) < 16_000, "as planned, headers aside"
 
 
 def test_best_is_by_acceptance_not_loss(build, monkeypatch):
@@ -200,6 +206,20 @@ def test_best_is_by_acceptance_not_loss(build, monkeypatch):
     assert trainer.progress.curve[-1]["train_loss"] < trainer.progress.curve[1]["train_loss"]
     assert checkpoints.steps_in(trainer.folder) == [4, 10, 12]
     assert checkpoint.best(trainer.folder) == trainer.folder / "step-000004"
+
+
+def test_without_validation_rows_the_latest_is_best(tmp_path, capsys):
+    """prompts.validation 0: nothing is measured, so the last checkpoint is named best, not the first one, and the run
+    says so once (case 52)."""
+    (tmp_path / "traced").mkdir()
+    unheld = trainer_base(tmp_path / "traced", conversations(6, 0))
+    made = trainers(unheld, tmp_path)
+    trainer = next(made)(train__validate_every=1, train__save_every=1, train__epochs=1)
+    trainer.run()
+    next(made, None)
+    assert trainer.total == 3 and [row["drafts"] for row in trainer.progress.curve] == [0, 0, 0]
+    assert checkpoint.best(trainer.folder).name == "step-000003"
+    assert capsys.readouterr().err.count("no validation rows (prompts.validation = 0)") == 1
 
 
 def test_training_mode_after_validation(build, monkeypatch):
@@ -247,12 +267,30 @@ def test_kill_between_rename_and_best(build, saved):
 def test_half_written_checkpoints_are_not_seen(saved):
     """A folder under its temporary name is no checkpoint, and a damaged one is named, not skipped."""
     (saved.folder / ".step-000009.tmp").mkdir()
+    (saved.folder / ".step-000009.tmp" / "drafter.safetensors").write_bytes(b"a part")
     assert checkpoints.steps_in(saved.folder) == [1]
     path = saved.folder / "step-000001" / "trainer.json"
     assert json.loads(path.read_text())["progress"]["step"] == 1
     path.write_text(path.read_text()[:40])
     with pytest.raises(RunError, match="step-000001: damaged checkpoint"):
-        checkpoints.latest(saved.folder, saved.parts.settings, saved.parts.split)
+        checkpoints.read_progress(path.parent, saved.parts.settings, saved.parts.split)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_half_written_checkpoints_are_removed(build, steps):
+    """What a kill left of a save is gone when the run goes on, or begins again, and at no other step is it in the way:
+    the next run may never save at that step."""
+    first = build(**NOISY)
+    first.model.train()
+    for _ in range(steps):
+        first.step()
+        first.save()
+    half = first.folder / ".step-000009.tmp"
+    half.mkdir(parents=True)
+    (half / "drafter.safetensors").write_bytes(b"a part")
+    again = build(**NOISY)
+    assert again.resume() == bool(steps) and again.progress.step == steps
+    assert sorted(p.name for p in first.folder.glob("*step*")) == ["step-000001"] * steps
 
 
 def test_a_step_leaves_nothing_to_the_collector(build):

@@ -167,13 +167,14 @@ def test_deepspeed_config_that_contradicts_the_recipe(base, tmp_path):
 
 def test_wandb_stays_offline_and_goes_on(base, tmp_path):
     """The default tracker writes under the run's folder and needs neither key nor network (WANDB_MODE unset). The id
-    of its run is drawn, and a resumed run takes the same; a new run of that name takes another one."""
+    of its run is drawn, and a resumed run takes the same; a new run of that name takes another one. Training that is
+    finished begins no further run."""
     launched = environment()
     assert not [k for k in launched if k.startswith("WANDB")]
     blocked = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", "HOME": str(base)}
     shutil.copytree(base / "runs" / "tiny" / "traces", base / "runs" / "tracked" / "traces")
     (tmp_path / "stop.py").write_text(DIE.replace("SIGKILL", "SIGTERM"))
-    for script, code in ((tmp_path / "stop.py", 143), ("train/eagle3.py", 0)):
+    for script, code in ((tmp_path / "stop.py", 143), ("train/eagle3.py", 0), ("train/eagle3.py", 0)):
         done = subprocess.run([sys.executable, str(script), "--config", str(base / "r.yaml"), "--name", "tracked",
                                "--train.tracker", "wandb"], cwd=ROOT, env=launched | blocked,
                               capture_output=True, text=True)
@@ -181,7 +182,7 @@ def test_wandb_stays_offline_and_goes_on(base, tmp_path):
     runs = list((base / "runs" / "tracked" / "wandb").glob("offline-run-*"))
     _, _, trainer = result(base, "tracked", 6)
     number = trainer["progress"]["tracker_id"]
-    assert len(number) == 8 and {run.name.rpartition("-")[2] for run in runs} == {number}
+    assert len(runs) == 2 and len(number) == 8 and {run.name.rpartition("-")[2] for run in runs} == {number}
     assert all(list(run.glob("*.wandb")) for run in runs)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from drafters import checkpoint, vocab
 from drafters.eagle3 import Eagle3
+from recipes import files
 from train import checkpoints
 from train import run as run_module
 from train.loop import Trainer
@@ -94,7 +95,7 @@ def test_checkpoint_holds_the_drafter_only(base, finished, kind):
     weights, moments, _ = result(base, folder.parent.parent.name, STEPS)
     trained = {name: t for name, t in weights.items() if name not in ("d2t", "t2d")}
     assert {f.name for f in folder.iterdir()} == {checkpoint.WEIGHTS, checkpoint.META, checkpoints.STATE,
-                                                  "trainer.json"}
+                                                  "trainer.json", checkpoint.SUMS}
     assert set(moments) == {f"{key}/{name}" for key in ("exp_avg", "exp_avg_sq", "step") for name in trained}
     assert all(moments[f"exp_avg/{name}"].shape == t.shape and t.numel() for name, t in trained.items())
     size = sum(f.stat().st_size for f in folder.iterdir())
@@ -154,6 +155,38 @@ def test_another_launch_goes_on(base, configs, finished, alone, first, then):
     assert counts(curve) == counts(alone[2])
 
 
+def late(rank: int) -> None:
+    """Rank 1 sees no checkpoint when it first looks, as on a network file system that shows them late."""
+    signal.alarm(300)  # rather dead than waiting for one that does something else
+    if rank == 1:
+        checkpoints.steps_in = lambda folder: []
+
+
+def test_ranks_go_on_from_the_same_step(base, configs, finished):
+    """Rank 0 sees a checkpoint and rank 1 does not yet: both go on from it, to the bits of the undisturbed run."""
+    whole = finished("ddp")
+    half(base, whole, "late")
+    ranks = train(base, "late", configs["ddp"], each=late)
+    assert ended(ranks) == [0, 0] and "goes on from" in ranks[0].out and "step 2 of 4" in ranks[0].out
+    assert_equal(result(base, "late", STEPS)[0], result(base, whole, STEPS)[0])
+
+
+def blind(rank: int) -> None:
+    """Rank 1 never sees it."""
+    signal.alarm(300)
+    if rank == 1:
+        checkpoints.appears = lambda path: False
+
+
+def test_a_rank_that_never_sees_the_checkpoint_ends_all(base, configs, finished):
+    """Another machine with a folder of its own: all ranks end with the reason, and nothing is trained."""
+    folder = half(base, finished("ddp"), "blind")
+    ranks = train(base, "blind", configs["ddp"], each=blind)
+    assert ended(ranks) == [1, 1]
+    assert "step-000002: 1 of 2 processes do not see this checkpoint" in ranks[0].err
+    assert checkpoints.steps_in(folder / "checkpoints") == [2]
+
+
 @SLOW
 def test_another_global_batch_is_refused(base, configs, finished):
     """Four processes' worth of rows on two: both ranks end with the message, which names what fits; nothing hangs."""
@@ -171,7 +204,8 @@ def full_disk(rank: int) -> None:
     def refused(folder: Path, *args) -> None:
         times.append(folder)
         if len(times) > 1:
-            (folder / f".{checkpoint.META}.{os.getpid()}.tmp").symlink_to("/dev/full")
+            files.token_hex = lambda n: "drawn"
+            (folder / f".{checkpoint.META}.drawn.tmp").symlink_to("/dev/full")
         save(folder, *args)
 
     checkpoint.save = refused

@@ -147,6 +147,8 @@ def test_paths_by_hand():
     assert out.drafts == [(3, 3), (7, 1), (9, 3)] and out.passes == 3 and out.rejected == []
     assert out.acceptance == Acceptance(3, 3, [3, 2, 2], 27)
     assert out.acceptance.rate == 7 / 27 and out.acceptance.mean_length == 1 + 7 / 3
+    # Case 54: the second draft ends at a leaf, so it is no evidence of a second level
+    assert out.acceptance.refused == [0, 0, 0] and out.acceptance.conditional == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("end", [None, *range(7)])
@@ -189,6 +191,18 @@ def test_repetition_penalty_equals_transformers(world, penalty, plan):
     assert expected != [by_transformers(model, p) for p in PROMPTS]
     assert [o.tokens for o in decoder.plain(PROMPTS)] == expected
     assert [o.tokens for o in decoder.speculative(PROMPTS, eagle3(target), plan)] == expected
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, [[3, 9, 14, 20]]])
+def test_a_repetition_penalty_where_nothing_is_proposed(world, prompts):
+    """Lookup finds nothing in a pass in which no last token of any row occurred before: the target's own token follows,
+    penalised, as in plain decoding."""
+    target, _ = world
+    drafter = entry("lookup").code.build(options_of("lookup", {}), target, {}, 0)
+    decoder = Decoder(target, LIMIT, Sampling(repetition_penalty=1.7), end_ids=ENDS)
+    out = decoder.speculative(prompts, drafter, 3)
+    assert [o.tokens for o in out] == [o.tokens for o in decoder.plain(prompts)]
+    assert all(len(o.drafts) < o.passes for o in out)
 
 
 def test_processed_samples_of_a_real_target(world):

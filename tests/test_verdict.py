@@ -2,14 +2,14 @@
 
 import pytest
 
-from eval.verdict import cliff, decide, kinds
+from eval.verdict import cliff, decide, decide_server, kinds, lossless_fault
 
 
-def total(mismatches: int = 0, p_value: float = 0.5, tests: int = 4, ci95: tuple = (1.3, 1.9), speedup: float = 1.6,
-          by_batch: tuple = ((1, 1.6), (4, 1.3), (8, 1.1)), per_pass: float = 3.0) -> dict:
+def total(mismatches: int = 0, near_ties: int = 0, p_value: float = 0.5, tests: int = 4, ci95: tuple = (1.3, 1.9),
+          speedup: float = 1.6, by_batch: tuple = ((1, 1.6), (4, 1.3), (8, 1.1)), per_pass: float = 3.0) -> dict:
     return {
         "tokens_per_target_pass": per_pass, "acceptance": {"mean_length": per_pass},
-        "lossless": {"greedy": {"mismatches": mismatches, "prompts": 12},
+        "lossless": {"greedy": {"mismatches": mismatches, "near_ties": near_ties, "prompts": 200},
                      "sampling": {"tests": tests, "p_value": p_value}},
         "speed": {"speedup": speedup, "ci95": list(ci95), "prompts": 9, "baseline_engine": "plain loop",
                   "by_batch": [{"batch": b, "speedup": s} for b, s in by_batch]},
@@ -33,11 +33,28 @@ def test_deploy():
 def test_changed_text_is_never_deployed():
     """One greedy answer that differs outweighs any speed; so do samples that do not follow the target."""
     result = decide(total(mismatches=1), EVEN)
-    assert result["decision"] == "do not deploy" and "1 of 12 greedy answers differ" in reasons(result)
+    assert result["decision"] == "do not deploy" and "1 of 200 greedy answers differ" in reasons(result)
     result = decide(total(p_value=1e-4), EVEN)
     assert result["decision"] == "do not deploy" and "distribution" in reasons(result)
     assert decide(total(p_value=0.002), EVEN)["decision"] == "deploy"
     assert decide(total(p_value=1e-4, tests=0), EVEN)["decision"] == "deploy"  # nothing was tested
+
+
+@pytest.mark.parametrize("near_ties, prompts, fault", [
+    (0, 24, ""), (1, 24, "1 near-tie in 24 greedy answers, more than 1 %"), (2, 200, ""),
+    (3, 200, "3 near-ties in 200 greedy answers, more than 1 %"), (1, 100, ""), (0, 0, "")])
+def test_one_per_cent_of_near_ties(near_ties, prompts, fault):
+    """DESIGN, lossless: more than one per cent of the prompts fails, of few prompts too; the verdict says the same."""
+    whole = total(near_ties=near_ties)
+    whole["lossless"]["greedy"]["prompts"] = prompts
+    assert lossless_fault(whole) == fault
+    assert (decide(whole, EVEN)["decision"] == "do not deploy") == bool(fault)
+
+
+def test_every_fault_is_named():
+    both = lossless_fault(total(mismatches=2, p_value=1e-9))
+    assert both == ("2 of 200 greedy answers differ from plain decoding; sampled tokens do not follow the target's "
+                    "distribution (p = 1e-09)")
 
 
 @pytest.mark.parametrize("ci95", [(0.8, 1.9), (1.0, 1.9), (0.5, 0.7)])
@@ -65,6 +82,16 @@ def test_what_was_not_measured_is_not_promised():
 def test_slow_at_batch_one_too():
     """Case 23: slower at batch 1 leaves no range at all, whatever the interval says."""
     assert decide(total(by_batch=((1, 0.9), (4, 1.5))), EVEN)["decision"] == "do not deploy"
+
+
+def test_a_batch_of_repeated_prompts_is_named():
+    """Case 23: what filled batch 16 is said, since rows of one prompt are no traffic."""
+    whole = total(by_batch=((1, 1.6), (4, 1.3), (16, 1.1)))
+    for row in whole["speed"]["by_batch"]:
+        row["prompts"] = 9
+    result = decide(whole, EVEN)
+    assert result["decision"] == "deploy" and "batch 16 was timed with 9 prompts repeated" in reasons(result)
+    assert "repeated" not in reasons(decide(total(), EVEN))
 
 
 def test_weak_kinds_are_named():
@@ -111,3 +138,35 @@ def test_untemplated_prompts_are_no_release():
     """Case 53: whatever the speed."""
     result = decide(total(), EVEN | {"raw": {"tokens_per_target_pass": 3.0, "untemplated": 2}})
     assert result["decision"] == "do not deploy" and "2 prompts are token ids" in reasons(result)
+
+
+def served(*speedups: float, **server) -> tuple[dict, dict, dict]:
+    """A server measured at concurrency 1, 4, 16, ...: speedups with intervals of 0.1 to each side."""
+    levels = {str(4**i): {"concurrency": 4**i, "speedup": s, "ci95": [s - 0.1, s + 0.1], "prompts": 20, "foreign": []}
+              for i, s in enumerate(speedups)}
+    total = {"lossless": {"greedy": {"mismatches": 0, "prompts": 20, "tie_gap": 1e-4}},
+             "acceptance": {"mean_length": 2.0}}
+    kind = {"acceptance": {"mean_length": 1.6}, "categories": {}}
+    return total, {"maths": kind}, {"levels": levels, "baseline": {"from": "server", "reason": None}, "drafting": True,
+                                    "restless": False, "counters": None, "greedy": {"gap_unknown": 0}, **server}
+
+
+@pytest.mark.parametrize("speedups, decision", [
+    ((1.5, 1.3, 1.2), "deploy"), ((1.5, 1.3, 1.05), "deploy within concurrency 1 to 4"),
+    ((1.5, 0.9, 1.4), "deploy within concurrency 1"), ((1.5,), "deploy within concurrency 1"),
+    ((1.05, 1.5), "do not deploy")])
+def test_a_server_is_judged_at_every_concurrency(speedups, decision):
+    """Case 23: the first concurrency whose whole interval is not above 1 ends the range, whatever comes behind it."""
+    found = decide_server(*served(*speedups))
+    assert found["decision"] == decision and found["range"] == (decision.removeprefix("deploy within ") if "within"
+                                                                in decision else None)
+    assert len([r for r in found["reasons"] if r.startswith("measured speedup")]) == len(speedups)
+    assert ("clearly weaker on maths" in found["reasons"]) is (decision != "do not deploy")
+
+
+@pytest.mark.parametrize("change, reason", [
+    ({"baseline": {"from": None, "reason": "no baseline"}}, "no baseline"), ({"drafting": False}, "without a drafter"),
+    ({"restless": True}, "other clients"), ({"levels": {}}, "fewer than 5 conversations")])
+def test_what_decides_nothing_of_a_server(change, reason):
+    found = decide_server(*served(1.5, 1.4, **change))
+    assert found["decision"] == "do not deploy" and reason in found["reasons"][0]

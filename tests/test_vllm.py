@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import call, chat_tokenizer, conversations, llama, load_target
+from tiny_medusa import medusa_run
 from tiny_run import tiny_run
 
 from data.backends.base import Losses
@@ -21,6 +22,7 @@ from data.sampling import Sampling
 from data.states import open_states
 from eval import doctor, serve_check, ship
 from eval import run as eval_run
+from eval.engine_run import Job, server
 from recipes.schema import Generation, Server, Trace
 
 pytestmark = pytest.mark.vllm
@@ -140,3 +142,56 @@ def test_vllm_serves_the_export(tmp_path, monkeypatch, capsys):
     proof.write_text(json.dumps(json.loads(proof.read_text()) | {"files": ship.digests(path.parent)}))
     assert call(serve_check.COMMAND, made.recipe, "--python", str(PYTHON), "--http", "false") == 1
     assert "the engine accepts [0.0, 0.0, 0.0] by position" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+def test_vllm_serves_medusa_heads(tmp_path, monkeypatch, capsys, projection):
+    """Cases 12, 13, 56, 59: the heads with a draft vocabulary, served by vLLM's own method: its greedy ids, the
+    report's acceptance to the count; a token_map that names other tokens is noticed."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made = medusa_run(tmp_path, {"projection": projection})
+    assert call(ship.COMMAND, made.recipe) == 0 == call(eval_run.COMMAND, made.recipe)
+    assert call(serve_check.COMMAND, made.recipe, "--python", str(PYTHON)) == 0, capsys.readouterr().err
+    found = json.loads((made.run / "serve" / "report.json").read_text())
+    assert found["greedy_equal"] and len(found["checks"]) == 2
+    for row in found["checks"]:
+        assert row["per_position"] == found["per_position_report"]
+        assert (row["per_position"][2] > 0) == (projection == "own")
+    if projection == "own":
+        path = made.run / "export" / "medusa" / "model.safetensors"
+        tensors = load_file(path)
+        save_file(tensors | {"token_map": tensors["token_map"].roll(1)}, path)
+        proof = made.run / "export" / "medusa-check.json"
+        proof.write_text(json.dumps(json.loads(proof.read_text()) | {"files": ship.digests(path.parent)}))
+        assert call(serve_check.COMMAND, made.recipe, "--python", str(PYTHON), "--http", "false") == 1
+        assert "the engine accepts [0.0, 0.0, 0.0] by position" in capsys.readouterr().err
+
+
+def test_vllm_under_load(tmp_path, monkeypatch, capsys):
+    """Cases 12, 23, 55: `make eval` against a real vLLM with the drafter and one without, in turns: its counters are
+    the offline report's to the count, the prompts' ids too (case 53), and no text differs."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made = tiny_run(tmp_path)
+    assert call(ship.COMMAND, made.recipe) == 0 == call(eval_run.COMMAND, made.recipe)
+    offline = json.loads((made.run / "eval" / "report.json").read_text())
+
+    def job(drafter: Path | None) -> Job:
+        return Job(str(made.model), drafter and str(drafter), 3, [], 8, [2], "float32",
+                   {"enforce_eager": True, "max_model_len": 128})
+
+    with (server(str(PYTHON), job(made.run / "export" / "native"), 1, tmp_path / "with.log") as fast,
+          server(str(PYTHON), job(None), 1, tmp_path / "without.log") as plain):
+        flags = ["--eval.server.base_url", str(fast.base_url), "--eval.server.baseline_url", str(plain.base_url),
+                 "--eval.server.concurrency", "[1, 3]", "--gate", str(tmp_path / "g.yaml")]
+        (tmp_path / "g.yaml").write_text("bounds: [{metric: server.offline.largest_difference, max: 0}]")
+        assert call(eval_run.COMMAND, made.recipe, *flags) == 0, capsys.readouterr().err
+    report = json.loads((made.run / "eval" / "server" / "report.json").read_text())
+    found, total = report["server"], report["total"]
+    assert (found["engine"], found["drafting"], found["token_ids"], found["restless"]) == ("vllm", True, True, False)
+    assert total["acceptance"]["per_position"] == offline["total"]["acceptance"]["per_position"]
+    for key in ("ids_sha256", "prompt_tokens", "tokens", "drafts", "accepted"):
+        assert [p[key] for p in report["prompts"]] == [p[key] for p in offline["prompts"]]
+    assert found["greedy"]["equal"] == found["greedy"]["prompts"] == 4 and found["greedy"]["gap_unknown"] == 0
+    for level in found["levels"].values():
+        assert level["foreign"] == [] and level["speedup"] > 0 and level["speculative"]["lost"] == 0
+        assert level["acceptance"]["mean_length"] == total["acceptance"]["mean_length"]

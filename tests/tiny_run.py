@@ -5,17 +5,21 @@ one-hot state x to x + 1 and its head reads x + 1 as x + 2; ids outside its draf
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from tiny import LAYERS, L, V, chat_tokenizer, load_target, write_prompts, write_recipe, write_traces
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.capture import Conversation
+from data.store import list_digest
 from drafters import checkpoint
 from drafters.registry import entry, options_of
+from recipes.files import sha256_file
 
 EVAL = {"draft_length": 3, "max_tokens": 8, "lossless_prompts": 4, "speed_prompts": 2, "speed_tokens": 4,
         "batch_sizes": [], "sampling_contexts": 2, "sampling_draws": 60}
@@ -83,3 +87,32 @@ def tiny_run(folder: Path, options: dict | None = None) -> SimpleNamespace:
     recipe = write_recipe(folder / "r.yaml", model, drafter={"options": chosen}, eval={**EVAL, "prompts": str(texts)},
                           export={"check_prompts": 2, "check_tokens": 8})
     return SimpleNamespace(target=target, run=run, recipe=recipe, drafter=drafter, model=model, checkpoint=place)
+
+
+def change_json(path: Path, change: Callable[[dict], None]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def change_tensors(path: Path, change: Callable[[dict], None]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def change_shard(run: Path, change: Callable[[dict], None]) -> None:
+    """Changes the run's stored shard and makes its list agree, as a fault of the writer would."""
+    [path] = (run / "traces" / "shards").glob("*.safetensors")
+    change_tensors(path, change)
+
+    def agree(listed):
+        listed |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+        listed["list_sha256"] = list_digest(listed)
+
+    change_json(path.with_suffix(".json"), agree)
+
+
+def roll_states(tensors: dict) -> None:
+    """Every state that of the token before it: a capture that is off by one."""
+    tensors["taps"] = tensors["taps"].roll(1, 0)

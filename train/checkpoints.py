@@ -1,7 +1,7 @@
 """Checkpoints of a run: complete folders only, the best by replayed acceptance kept, resume from the latest.
 
-checkpoints/step-000200/{drafter.safetensors, drafter.json, optimizer.safetensors, trainer.json}; a folder is written
-under a temporary name and renamed when it is whole and on the disk, so a kill leaves the earlier one.
+checkpoints/step-000200/{drafter.safetensors, drafter.json, optimizer.safetensors, trainer.json, checksums.json}; a
+folder is written under a temporary name and renamed when it is whole and on the disk, so a kill leaves the earlier one.
 
 Weights and optimizer state are stored by parameter name. All else that a step depends on (rows, learning rate, random
 numbers) is a function of the step, the settings and the rank, and needs no state.
@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from data.ranks import appears
 from drafters import checkpoint
 from recipes.errors import FAILED, ConfigError, DrafthouseError, RunError
 from recipes.files import sync_folder, write_json
@@ -32,7 +33,6 @@ from train.zero import gathered, shapes_of
 
 FORMAT = "drafthouse.trainer/2"
 STATE = "optimizer.safetensors"
-NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass
@@ -81,7 +81,7 @@ def steps_in(folder: Path) -> list[int]:
     """Steps with a complete checkpoint, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(int(m.group(1)) for p in folder.iterdir() if (m := NAME.fullmatch(p.name)))
+    return sorted(int(m.group(1)) for p in folder.iterdir() if (m := checkpoint.STEP.fullmatch(p.name)))
 
 
 def save(accelerator: Accelerator, folder: Path, progress: Progress, parts: Parts, keep: int) -> None:
@@ -122,6 +122,7 @@ def write(folder: Path, progress: Progress, parts: Parts, moments: dict[str, tor
         save_file(moments, temporary / STATE)
         write_json(temporary / "trainer.json", {"format": FORMAT, "progress": asdict(progress),
                                                 "settings": parts.settings, "split": asdict(parts.split)})
+        checkpoint.seal(temporary)
         for path in temporary.iterdir():
             with open(path, "rb") as f:
                 os.fsync(f.fileno())
@@ -166,12 +167,40 @@ def prune(folder: Path, keep: int, best_step: int) -> None:
             shutil.rmtree(checkpoint.path_of(folder, step))
 
 
-def latest(folder: Path, settings: dict[str, Any], split: Split) -> tuple[Path, Progress] | None:
-    """The checkpoint to resume from, or None. ConfigError where it was trained with other settings."""
-    steps = steps_in(folder)
-    if not steps:
+def sweep(folder: Path) -> None:
+    """Removes what killed runs left half-written."""
+    for left in folder.glob(".step-*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def latest(accelerator: Accelerator, folder: Path) -> Path | None:
+    """The checkpoint to resume from, or None. All ranks call it together: the main process chooses, since a network
+    file system may show another one less, and the others wait until they see it. RunError where one never does."""
+    own = (steps_in(folder)[-1:] or [-1]) if accelerator.is_main_process else [0]
+    step = int(accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum"))
+    if step < 0:
         return None
-    path = checkpoint.path_of(folder, steps[-1])
+    path = checkpoint.path_of(folder, step)
+    unseen = torch.tensor(float(not appears(path / "trainer.json")), device=accelerator.device)
+    if blind := int(accelerator.reduce(unseen, "sum")):
+        raise RunError(f"{path}: {blind} of {accelerator.num_processes} processes do not see this checkpoint; runs_dir "
+                       "must be on storage that all machines share")
+    return path
+
+
+def check_whole(accelerator: Accelerator, path: Path) -> None:
+    """RunError where a file of a checkpoint is not as it was saved. All ranks call it together; one of them reads."""
+    def check() -> None:
+        try:
+            checkpoint.check_sums(path)
+        except ConfigError as error:
+            raise RunError(str(error)) from None
+
+    together(accelerator, check)
+
+
+def read_progress(path: Path, settings: dict[str, Any], split: Split) -> Progress:
+    """Where the run stood at this checkpoint. ConfigError where it was trained with other settings."""
     try:
         stored = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
         progress = Progress(**stored["progress"])
@@ -187,7 +216,7 @@ def latest(folder: Path, settings: dict[str, Any], split: Split) -> tuple[Path, 
         raise ConfigError(f"{path}: trained with other settings: {changed}; "
                           "use another `name`, or delete the checkpoints to start over")
     check_split(path, earlier, split)
-    return path, progress
+    return progress
 
 
 def check_split(path: Path, earlier: Split, now: Split) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
-from pydantic import NonNegativeInt, PositiveInt
 from rich.table import Table
 from torch import Tensor
 
@@ -29,17 +28,17 @@ from data.reader import open_rows
 from data.store import TraceReader, TraceRow
 from drafters.initial import begin
 from drafters.placement import on_one_process
-from drafters.registry import options_of
+from drafters.registry import entry, options_of
 from drafters.target import Target
 from eval.metrics import bootstrap_difference
 from eval.replay import replay
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError
 from recipes.files import alone, sha256_json, write_json
-from recipes.schema import Recipe, opt
+from recipes.schema import NonNegativeInt, PositiveInt, Recipe, opt
 from train.launch import start
 from train.loop import Trainer
-from train.run import check_target, check_user_turns
+from train.run import check_rows, check_target, check_user_turns
 
 CANDIDATES = 10  # about so many places are tried unless told otherwise
 FEWEST = 8  # validation rows; an interval from fewer says nothing
@@ -260,13 +259,16 @@ def report(rows: list[dict[str, Any]]) -> Table:
 def main(recipe: Recipe, switches: set[str], options: Any) -> None:
     section = options.search
     options_of(recipe.drafter.kind, recipe.drafter.options)  # a wrong one is named before the target is loaded
+    if entry(recipe.drafter.kind).reads != "taps":
+        raise ConfigError(f"drafter.kind = {recipe.drafter.kind}: reads no layers; there is nothing to search")
     if recipe.drafter.init_from:
         raise ConfigError("drafter.init_from: an existing drafter has its layers; leave it out of a search")
     accelerator = start(recipe.train, None)
     if accelerator.distributed_type != DistributedType.NO:
         raise ConfigError(f"make layers runs in one plain process, not under {accelerator.distributed_type.value}")
-    folder = run_dir(recipe)
+    folder = run_folder(recipe)
     source = open_rows(recipe.trace, folder)
+    check_rows(source, recipe)
     check_user_turns(source, recipe.train.user_turns)
     judges = len(source.split("validation"))
     if not judges:

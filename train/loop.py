@@ -50,21 +50,29 @@ class Trainer:
         self.parts = checkpoints.Parts(drafter, self.optimizer.optimizer, origin, settings, split, shapes)
         self.signalled = self.stop = False  # here; agreed by all ranks, so that all save together
 
-    def resume(self) -> None:
-        """Continues from the latest complete checkpoint, if there is one."""
-        found = checkpoints.latest(self.folder, self.parts.settings, self.parts.split)
-        if found:
-            path, self.progress = found
-            if self.accelerator.is_main_process:
-                checkpoints.point_best(self.folder, self.progress)
-            if self.progress.step < self.total:
-                checkpoints.load(path, self.parts)
-                self.accelerator.print(f"goes on from {path}, step {self.progress.step} of {self.total}")
+    def resume(self) -> bool:
+        """Continues from the latest complete checkpoint; False where there is none. All ranks call it together."""
+        if self.accelerator.is_main_process:
+            checkpoints.sweep(self.folder)
+        path = checkpoints.latest(self.accelerator, self.folder)
+        if path is None:
+            return False
+        checkpoints.check_whole(self.accelerator, path)
+        self.progress = checkpoints.read_progress(path, self.parts.settings, self.parts.split)
+        if self.accelerator.is_main_process:
+            checkpoints.point_best(self.folder, self.progress)
+        if self.progress.step < self.total:
+            checkpoints.load(path, self.parts)
+            self.accelerator.print(f"goes on from {path}, step {self.progress.step} of {self.total}")
+        return True
 
     def run(self) -> None:
         """Trains to the last step. SIGTERM saves at the next step and exits 143."""
         signal.signal(signal.SIGTERM, self.on_sigterm)
         self.model.train()
+        if not self.reader.split("validation"):
+            self.accelerator.print("no validation rows (prompts.validation = 0): acceptance is not measured, and the "
+                                   "latest checkpoint counts as the best", file=sys.stderr)
         if self.parts.settings.get("init_from") and not self.progress.curve:  # what later validations are compared with
             self.validate()
             self.save()
@@ -138,7 +146,8 @@ class Trainer:
 
     def noise_seed(self, step: int, index: int) -> int:
         ranks = self.accelerator.num_processes
-        return ((self.section.seed * 1_000_003 + step) * 64 + index) * ranks + self.accelerator.process_index
+        seed = ((self.section.seed * 1_000_003 + step) * 64 + index) * ranks + self.accelerator.process_index
+        return seed % 2**63  # what a generator takes; below it for all but large seeds on many ranks
 
     def figures(self, norm: Any) -> str:
         """On logging steps: what was done since the last one, over all ranks, to the tracker. Returns the display line.
@@ -178,7 +187,7 @@ class Trainer:
         drafts, *accepted = self.accelerator.reduce(local, "sum").tolist()
         counts = Acceptance(K, drafts, accepted)
         progress = self.progress
-        if counts.mean_length > progress.best_length:
+        if not drafts or counts.mean_length > progress.best_length:  # unmeasured, the latest is the best guess
             progress.best_step, progress.best_length = progress.step, counts.mean_length
         row = {"step": progress.step, "tokens": progress.tokens, "train_loss": progress.train_loss,
                "mean_length": counts.mean_length, "per_position": counts.per_position, "drafts": drafts}

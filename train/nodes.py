@@ -11,18 +11,18 @@ import sys
 from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from accelerate.commands.launch import launch_command_parser
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from drafters.registry import entry
-from recipes.cli import Command, process, run_dir
+from recipes.cli import Command, process, run_folder
 from recipes.errors import ConfigError, RunError
 from recipes.files import write_text
 from recipes.loader import dump_recipe
-from recipes.schema import Recipe, opt
+from recipes.schema import NonNegativeInt, PositiveInt, Recipe, opt
 
 CONFIGS = Path(__file__).resolve().parent.parent / "recipes" / "accelerate"
 STAGES = ("trace", "train")
@@ -41,7 +41,7 @@ class Options:
     nodes: PositiveInt = opt(1, "machines; they share the folder of this checkout and the runs")
     gpus: NonNegativeInt = opt(8, "GPUs of a node, one process each; 0 uses the CPU")
     processes: NonNegativeInt = opt(0, "processes of a node; 0 is one a GPU")
-    port: PositiveInt = opt(29500, "port of the first node where the processes meet")
+    port: Annotated[int, Field(gt=0, lt=2**16)] = opt(29500, "port of the first node where the processes meet")
     partition: str = opt("", "slurm: partition")
     account: str = opt("", "slurm: account")
     time: str = opt("", "slurm: time limit, as in 1-12:00:00")
@@ -166,7 +166,7 @@ def check_shell(path: Path) -> None:
 def main(recipe: Recipe, switches: set[str], options: Options) -> None:
     check_words(options)
     each = each_node(options)
-    folder = (run_dir(recipe) / "launch").resolve()
+    folder = (run_folder(recipe) / "launch").resolve()
     folder.mkdir(exist_ok=True)
     path = folder / "recipe.yaml"
     write_text(path, dump_recipe(recipe))

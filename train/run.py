@@ -5,7 +5,8 @@
 
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -15,18 +16,22 @@ from accelerate import Accelerator
 
 from data.batching import plan_for
 from data.reader import RowReader, open_rows, with_states
+from data.remoterows import RemoteRows
+from data.settings import check_recipe
+from data.store import TraceReader
 from drafters.initial import begin
 from drafters.placement import on_one_process
-from drafters.registry import options_of, require_training
+from drafters.registry import check_taps, options_of, require_training
 from drafters.target import Target
 from drafters.tensor_parallel import ShardedTarget
-from recipes.cli import Command, process, run_dir
+from eval.plans import check_longest
+from recipes.cli import Command, process, run_folder, write_resolved
 from recipes.errors import ConfigError
-from recipes.files import alone, write_json
+from recipes.files import alone, write_json, written
 from recipes.provenance import stamp
 from recipes.schema import Recipe
 from train import optim
-from train.checkpoints import Progress
+from train.checkpoints import Progress, together
 from train.launch import start
 from train.loop import Trainer
 
@@ -44,6 +49,19 @@ def check_traces(reader: RowReader, target: Target, layers: list[int]) -> None:
     check_target(reader, target)
     if reader.manifest["layers"] != layers:
         raise ConfigError(f"{reader.folder}: traced layers {reader.manifest['layers']}, the recipe wants {layers}")
+
+
+def check_rows(rows: TraceReader | RemoteRows, recipe: Recipe) -> None:
+    """ConfigError where a stored row is longer than the recipe allows (case 49), or where validation rows do not reach
+    as far beyond their end as the recipe's drafts do."""
+    longest = max(map(rows.tokens, range(len(rows))))
+    if longest > recipe.trace.max_length:
+        raise ConfigError(f"trace.max_length = {recipe.trace.max_length}: {rows.folder} holds a row of {longest} "
+                          f"tokens; set it to {longest} or more, or run `make trace` under another name")
+    reach = min(map(rows.overrun, rows.split("validation")), default=None)
+    if reach is not None and reach < recipe.train.validation_draft_length:
+        raise ConfigError(f"train.validation_draft_length = {recipe.train.validation_draft_length}: {rows.folder} was "
+                          f"traced for {reach}; set it to {reach} or less, or run `make trace` under another name")
 
 
 def check_user_turns(reader: RowReader, wanted: bool) -> None:
@@ -85,19 +103,58 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+@contextmanager
+def at_work(accelerator: Accelerator, folder: Path) -> Iterator[None]:
+    """Holds the checkpoints' folder for this run: another one ends with all its processes before it changes anything,
+    also not in the run's cache. A folder that gets no checkpoint goes with it."""
+    held = ExitStack()
+
+    def take() -> None:
+        with written(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        held.enter_context(alone(folder))
+
+    try:
+        with held:
+            together(accelerator, take)
+            yield
+    finally:
+        if accelerator.is_main_process:
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+
+
+def record(recipe: Recipe, folder: Path, resumed: bool, finished: bool) -> None:
+    """The accepted recipe, and of a run that begins when and with what it did."""
+    write_resolved(recipe)
+    path = folder / "provenance.json"
+    if not resumed or not (finished or path.exists()):
+        write_json(path, stamp(asdict(recipe)))
+
+
 def main(recipe: Recipe, switches: set[str]) -> None:
     require_training(recipe.drafter.kind)
+    check_taps(recipe.drafter.kind, recipe.trace.layers)
     options_of(recipe.drafter.kind, recipe.drafter.options)  # a wrong one is named before the target is loaded
     accelerator = start(recipe.train, None if recipe.train.tracker == "none" else recipe.train.tracker)
     optim.check(recipe.train, accelerator.distributed_type)
-    folder = run_dir(recipe)
+    folder = run_folder(recipe)
+    with at_work(accelerator, folder / "checkpoints"):
+        work(recipe, accelerator, folder)
+
+
+def work(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
+    """The whole run, from its traces to its last checkpoint; `folder`: runs/<name>, which is this run's alone."""
     rows = open_rows(recipe.trace, folder)
     target = open_target(recipe, accelerator.num_processes)
     check_traces(rows, target, target.layers)
+    check_rows(rows, recipe)
+    check_recipe(rows.folder, recipe, target.layers)
     check_user_turns(rows, recipe.train.user_turns)
     reader = with_states(rows, recipe.trace, folder, target)
     counts = {int(t): n for t, n in reader.manifest["draft_vocabulary_counts"].items()}
     begun = begin(recipe.drafter, target, counts, recipe.train.seed)
+    check_longest(recipe.train.validation_draft_length, begun.drafter, "train.validation_draft_length")
     for note in begun.notes:
         accelerator.print(note)
     origin = {"model": recipe.target.model, "fingerprint": target.fingerprint()}
@@ -112,20 +169,19 @@ def main(recipe: Recipe, switches: set[str]) -> None:
         settings["init_from"] = begun.origin
     trainer = Trainer(accelerator, begun.drafter, reader, plan, recipe.train, folder / "checkpoints", origin, settings)
     if trainer.total <= recipe.train.warmup_steps:
+        reached = trainer.total / recipe.train.warmup_steps
         accelerator.print(f"train.warmup_steps = {recipe.train.warmup_steps}: this run has {trainer.total} steps, so "
-                          "its rate never falls from the peak; set fewer", file=sys.stderr)
-    with ExitStack() as held:
-        if accelerator.is_main_process:
-            trainer.folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(alone(trainer.folder))
-        trainer.resume()
+                          f"its rate still rises at the end, at {reached:.0%} of train.lr; set fewer", file=sys.stderr)
+    resumed = trainer.resume()
+    finished = trainer.progress.step >= trainer.total
+    together(accelerator, lambda: record(recipe, folder, resumed, finished))
+    if not finished:  # the trackers' servers would show a run without any step
         track(accelerator, recipe, folder, trainer.progress)
-        trainer.run()
+    trainer.run()
     accelerator.end_training()
     if accelerator.is_main_process:
         progress = trainer.progress
         write_json(folder / "checkpoints" / "curve.json", progress.curve)
-        write_json(folder / "provenance.json", stamp(asdict(recipe)))
         print(f"trained: {progress.step} steps, {progress.tokens} tokens, {progress.skipped} steps without loss; "
               f"best replayed acceptance length {progress.best_length:.3f} at step {progress.best_step}"
               + (f", {progress.curve[0]['mean_length']:.3f} before the first" if begun.origin else ""))

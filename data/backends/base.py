@@ -11,11 +11,12 @@ from recipes.errors import RunError
 
 
 class Fault(Exception):
-    """An answer that cannot be used. `reason` is counted; `wait` are the seconds that the server asked for."""
+    """An answer that cannot be used. `reason` is counted; `wait` are the seconds that the server asked for; `final`:
+    no further attempt at this request can succeed."""
 
-    def __init__(self, reason: str, wait: float = 0.0) -> None:
+    def __init__(self, reason: str, wait: float = 0.0, final: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.wait = reason, wait
+        self.reason, self.wait, self.final = reason, wait, final
 
 
 class Losses:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -20,6 +20,8 @@ PASSING = {408, 425, 429}  # besides 5xx: statuses that another attempt may not 
 ABSENT = {404, 405, 501}  # a path that this server does not have
 LONGEST_BACKOFF = 60.0  # seconds
 LONGEST_WAIT = 600.0  # seconds a server may ask to wait before the run gives up
+SECTION = "generation.server"  # of the recipe, where no other is named
+LATE = "no whole answer in time"
 
 
 def backoff(attempt: int, base: float, draw: float) -> float:
@@ -58,28 +60,34 @@ class Pace:
         self.next = max(self.next, until)
 
 
-def api_key(server: Server) -> str:
-    """The secret, which is in no file. Raises ConfigError where the variable that the recipe names is not set."""
+def api_key(server: Server, section: str = SECTION) -> str:
+    """The secret, which is in no file. Raises ConfigError where the variable that the recipe names is not set.
+    `section`: where the recipe says so."""
     if not server.api_key_env:
         return ""
     key = os.environ.get(server.api_key_env, "").strip()
     if not key or not key.isascii():
-        raise ConfigError(f"generation.server.api_key_env = {server.api_key_env}: this environment variable holds no "
-                          "key")
+        raise ConfigError(f"{section}.api_key_env = {server.api_key_env}: this environment variable holds no key")
     return key
 
 
-def server_url(server: Server) -> str:
-    """The server's address without `/v1`. Raises ConfigError where it is none or carries a secret."""
+def checked_url(address: str, field: str) -> httpx.URL:
+    """The address that a field of the recipe gives. Raises ConfigError where it is none or carries a secret."""
     try:
-        url = httpx.URL(server.base_url)
+        url = httpx.URL(address)
     except httpx.InvalidURL as error:
-        raise ConfigError(f"generation.server.base_url = {server.base_url!r}: {error}") from None
-    if url.userinfo:
-        raise ConfigError("generation.server.base_url holds a password; name a variable in generation.server."
+        raise ConfigError(f"{field} = {address!r}: {error}") from None
+    if url.userinfo or url.query:
+        raise ConfigError(f"{field} holds a password or a query; name a variable in {field.rpartition('.')[0]}."
                           "api_key_env instead, since the recipe is written beside every output")
     if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"generation.server.base_url = {server.base_url!r}: must be like http://localhost:8000")
+        raise ConfigError(f"{field} = {address!r}: must be like http://localhost:8000")
+    return url
+
+
+def server_url(server: Server, field: str = f"{SECTION}.base_url") -> str:
+    """The server's address without `/v1`; see checked_url."""
+    checked_url(server.base_url, field)
     return server.base_url.rstrip("/").removesuffix("/v1")
 
 
@@ -99,11 +107,12 @@ def message_of(response: httpx.Response) -> str:
 
 
 class Client:
-    """One connection pool. Use within `async with`; nothing but the recipe configures it, no proxy variable either."""
+    """One connection pool. Use within `async with`; nothing but the recipe configures it, no proxy variable either.
+    `field`: what of the recipe names the server's address."""
 
-    def __init__(self, server: Server, seed: int) -> None:
+    def __init__(self, server: Server, seed: int, field: str = f"{SECTION}.base_url") -> None:
         self.server, self.seed = server, seed
-        self.url, self.key = server_url(server), api_key(server)
+        self.url, self.key = server_url(server, field), api_key(server, field.rpartition(".")[0])
         self.pace = Pace(server.requests_per_s)
 
     async def __aenter__(self) -> "Client":
@@ -121,19 +130,36 @@ class Client:
 
     async def call(self, method: str, path: str, body: Any, read: Callable[[Any], T], row: str,
                    count: Callable[[str], None], optional: bool = False) -> T:
-        """`read` of the decoded answer, tried 1 + retries times as long as it or the way there raises Fault.
+        """`read` of the decoded answer; see `tried`. `optional`: `read` gets None where the server has no such path."""
+        async def once() -> T:
+            return read(await self.send(method, path, body, optional))
 
-        `count` gets the reason of each failed attempt. `optional`: `read` gets None where the server has no such
-        path. Raises the last Fault, or RunError for what no further attempt can mend.
+        return await self.tried(once, row, count)
+
+    async def models(self) -> list[str]:
+        """Names under which the server serves models. Raises Fault where it does not answer with a list of them."""
+        def read(value: Any) -> list[str]:
+            rows = value.get("data") if isinstance(value, dict) else None
+            if not isinstance(rows, list):
+                raise Fault("/v1/models is no list of models")
+            return [str(row.get("id")) for row in rows if isinstance(row, dict)]
+
+        return await self.call("GET", "/v1/models", None, read, "models", lambda reason: None)
+
+    async def tried(self, once: Callable[[], Awaitable[T]], row: str, count: Callable[[str], None]) -> T:
+        """What `once` gives, tried 1 + retries times as long as it raises a Fault that is not final.
+
+        `count` gets the reason of each failed attempt. Raises the last Fault, or RunError for what no further attempt
+        can mend.
         """
         for attempt in range(self.server.retries + 1):
             now = time.monotonic()
             await asyncio.sleep(self.pace.reserve(now) - now)
             try:
-                return read(await self.send(method, path, body, optional))
+                return await once()
             except Fault as fault:
                 count(fault.reason)
-                if attempt == self.server.retries:
+                if fault.final or attempt == self.server.retries:
                     raise
                 if fault.wait > LONGEST_WAIT:
                     raise RunError(f"{self.url}: {fault.reason}: asks to wait {fault.wait:.0f} s; run again "
@@ -149,17 +175,21 @@ class Client:
             async with asyncio.timeout(self.server.timeout_s):
                 response = await self.http.request(method, path, json=body)
         except TimeoutError:
-            raise Fault("no whole answer in time") from None
+            raise Fault(LATE) from None
         except httpx.RequestError as error:  # refused, reset, cut off in the body, not HTTP
             raise Fault(f"connection: {type(error).__name__}") from None
-        status = response.status_code
-        if optional and status in ABSENT:
+        if optional and response.status_code in ABSENT:
             return None
-        if status in PASSING or status >= 500:
-            raise Fault(f"HTTP {status}", retry_after(response.headers, datetime.now(UTC)))
-        if status != 200:
-            raise RunError(f"{self.url}{path}: HTTP {status}: {self.hide(message_of(response))}")
+        self.check_status(response, path)
         try:
             return response.json()
         except (ValueError, RecursionError):
             raise Fault("body is not JSON") from None
+
+    def check_status(self, response: httpx.Response, path: str) -> None:
+        """Raises Fault for a status that another attempt may not meet, RunError for any other that is no success."""
+        status = response.status_code
+        if status in PASSING or status >= 500:
+            raise Fault(f"HTTP {status}", retry_after(response.headers, datetime.now(UTC)))
+        if status != 200:
+            raise RunError(f"{self.url}{path}: HTTP {status}: {self.hide(message_of(response))}")

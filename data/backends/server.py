@@ -124,13 +124,7 @@ class ServerBackend:
                               f"{self.server.retries + 1} attempts") from None
 
     async def check_name(self, client: Client) -> None:
-        def read(value: Any) -> list[str]:
-            rows = value.get("data") if isinstance(value, dict) else None
-            if not isinstance(rows, list):
-                raise Fault("/v1/models is no list of models")
-            return [str(row.get("id")) for row in rows if isinstance(row, dict)]
-
-        served = await client.call("GET", "/v1/models", None, read, "models", ignore)
+        served = await client.models()
         if self.server.model not in served:
             raise ConfigError(f"generation.server.model = {self.server.model}: the server at {self.server.base_url} "
                               f"serves {', '.join(served) or 'no model'}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from data.backends.base import Backend, Losses
 from data.backends.journal import Journal
@@ -48,15 +49,25 @@ def unit_key(requests: list[Request]) -> str:
     return sha256_json([[r.id, r.prompt, asdict(r.sampling), r.overrun] for r in requests])
 
 
+def unit_digest(stored: dict[str, Any]) -> str:
+    """SHA-256 of all that a unit's file says."""
+    return sha256_json({key: value for key, value in stored.items() if key != "sha256"})
+
+
+def unit_intact(stored: dict[str, Any]) -> bool:
+    """True where the unit is as it was written; one from before it held its checksum passes."""
+    return stored.get("sha256") in (None, unit_digest(stored))
+
+
 def stored_unit(path: Path, requests: list[Request]) -> Unit | None:
     """The unit of these requests, where `path` holds it complete."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["key"] != unit_key(requests):
+        if stored["key"] != unit_key(requests) or not unit_intact(stored):
             return None
         unit = Unit([Answer(**row) for row in stored["answers"]], stored.get("lost", {}), stored.get("counts", {}))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # absent or not readable: it is (re)made
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # absent, not readable or not a unit: it is (re)made
     path.with_suffix(".jsonl").unlink(missing_ok=True)
     return unit
 
@@ -77,7 +88,8 @@ def make_unit(backend: Backend, path: Path, requests: list[Request], max_tokens:
         journal.close()
     unit = Unit(answers, losses.rows, dict(journal.counts))
     notes = {name: value for name, value in (("lost", unit.lost), ("counts", unit.counts)) if value}
-    write_json(path, {"key": key, "answers": [asdict(a) for a in answers], **notes})
+    stored = {"key": key, "answers": [asdict(a) for a in answers], **notes}
+    write_json(path, stored | {"sha256": unit_digest(stored)})
     journal.remove()
     return unit
 

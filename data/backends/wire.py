@@ -22,7 +22,8 @@ class Dialect:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-NEUTRAL = {"repetition_penalty": 1.0, "min_p": 0.0, "skip_special_tokens": False}
+OFF = {"repetition_penalty": 1.0, "min_p": 0.0}
+NEUTRAL = {**OFF, "skip_special_tokens": False}
 DIALECTS: dict[str, Dialect] = {
     "vllm": Dialect(0, {**NEUTRAL, "return_token_ids": True, "include_stop_str_in_output": True}),
     "sglang": Dialect(-1, {**NEUTRAL, "return_token_ids": True, "no_stop_trim": True}),

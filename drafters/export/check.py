@@ -88,12 +88,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def stray_files(folder: Path) -> Iterator[str]:
+def stray_files(folder: Path, weights: str = "model.safetensors") -> Iterator[str]:
     """Files that an engine may load, or run, instead of or beside the checked ones."""
     for stray in sorted(folder.iterdir()):
-        if stray.name != "model.safetensors" and (stray.suffix in (".safetensors", ".bin", ".pt", ".pth", ".py", ".pkl")
-                                                  or stray.name.endswith(".index.json")):
-            yield f"{stray.name}: an engine may load it beside model.safetensors; remove it"
+        if stray.name != weights and (stray.suffix in (".safetensors", ".bin", ".pt", ".pth", ".py", ".pkl")
+                                      or stray.name.endswith(".index.json")):
+            yield f"{stray.name}: an engine may load it beside {weights}; remove it"
 
 
 def config_violations(config: dict[str, Any]) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""What serving engines read of an EAGLE-3 drafter, as a table: which layout, flag and number of layers means the same
-there as in training.
+"""What serving engines read of a drafter, as a table: which layout, flag and number of layers means the same there as
+in training.
 
 Source: the engines' own loaders, in the version named with each entry: vLLM `vllm/model_executor/models/
 llama_eagle3.py`, SGLang `python/sglang/srt/models/llama_eagle3.py`, TensorRT-LLM
-`tensorrt_llm/_torch/models/modeling_speculative.py`; formats.md sections 1, 2 and 8.
+`tensorrt_llm/_torch/models/modeling_speculative.py`; formats.md sections 1, 2, 3 and 8.
 """
 
 from collections.abc import Iterator
@@ -30,9 +30,18 @@ class Engine:
     parallel: str = ""  # whether it drafts in one pass, and since when
 
 
+# What vLLM calls the method of a layout; all that is not here is EAGLE-3.
+METHODS = {"medusa": "medusa", "medusa-original": "medusa"}
+
+
+def method_of(layout: str) -> str:
+    """vLLM's `method` for a drafter in this layout."""
+    return METHODS.get(layout, "eagle3")
+
+
 ENGINES = {
     "vllm": Engine(
-        "vLLM", "0.32", ("native", "speculators"),
+        "vLLM", "0.32", ("native", "speculators", "medusa"),
         {"fc_norm": "pull request 42764 (May 2026)",
          "norm_output": "pull request 42764, in the speculators layout 46488 (June 2026)",
          "norm_before_residual": "all versions that read the speculators layout"},
@@ -55,7 +64,9 @@ def departures(engine: str, layout: str, config: dict[str, Any], target_layers: 
     """
     reader = ENGINES[engine]
     if layout not in reader.layouts:
-        yield f"{reader.title} does not load the {layout} layout; export {' or '.join(reader.layouts)}"
+        others = [name for name in reader.layouts if method_of(name) == method_of(layout)]
+        yield (f"{reader.title} does not load the {layout} layout" + (f"; export {' or '.join(others)}" if others else
+                                                                      ", nor another one of such a drafter"))
         return
     if kind_of(config).own_row and not reader.parallel:
         yield f"{reader.title} does not draft in parallel: it would draft token by token, which was not trained"

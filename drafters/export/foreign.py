@@ -13,9 +13,19 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from drafters.export.check import ROPE_NEEDS
-from drafters.export.kinds import KINDS, MASK_EMBEDDING, MASK_HIDDEN, MASK_KEYS, TABLE, Kind, kind_of, mask_token
-from drafters.export.native import canonical_rope, engine_layer_ids
+from drafters.export.foreign_values import mapping, rope_of, target_of
+from drafters.export.kinds import (
+    KINDS,
+    MASK_EMBEDDING,
+    MASK_HIDDEN,
+    MASK_KEYS,
+    PARALLEL,
+    TABLE,
+    Kind,
+    kind_of,
+    mask_token,
+)
+from drafters.export.native import engine_layer_ids
 from drafters.export.tensor_check import expected_tensors, is_size, sizes
 from recipes.errors import ConfigError
 
@@ -64,16 +74,17 @@ class Imported:
     kind: str
     options: dict[str, Any]  # those that a checkpoint of this kind fixes, as far as the folder says them
     unsaid: dict[str, str]  # the rest of those: why the folder leaves it open
-    shape: dict[str, Any]  # drafters.layers.Shape; target_layers None where the folder does not say
-    layers: list[int] | None  # entering; None: what engines take, target.default_layers
+    shape: dict[str, Any]  # the kind's own Shape; target_layers None where the folder does not say
+    layers: list[int] | None  # entering, empty where it reads none; None: what engines take, target.default_layers
     ids: Tensor  # [D] target id of each row of the head
     tensors: dict[str, Tensor]  # native names, the head among them where the folder has one
     places: dict[str, str]  # field of the shape, and `layers`: where the folder says it
     embedding: Tensor | None = None  # [V, H] where the folder has one
-    head: str = "own"  # own, or what serves as the head: the target's `head` or its `embedding`
+    head: str = "own"  # own, or what serves as the head: the target's `head` or its `embedding`; many: lm_heads.*
     target: dict[str, Any] = field(default_factory=dict)  # model and fingerprint, of this project's own checkpoints
     notes: list[str] = field(default_factory=list)  # what was filled in
     own_row: int | None = None  # of the embedding, which is the drafter's; the target's where the folder has no table
+    carried: Tensor | None = None  # [D, H] rows of the target's head, where the folder has them for all heads
 
 
 def from_native(config: dict[str, Any], tensors: dict[str, Tensor]) -> Imported:
@@ -81,9 +92,7 @@ def from_native(config: dict[str, Any], tensors: dict[str, Tensor]) -> Imported:
 
     config: content of config.json. Raises ConfigError naming the key or tensor that has no place here.
     """
-    ours = config.get("drafthouse") or {}
-    inner = config.get("eagle_config") or {}
-    kind = kind_of(config)
+    ours, inner, kind = mapping(config, "drafthouse"), mapping(config, "eagle_config"), kind_of(config)
     check_plain(config, plain_of(kind), "")
     check_plain(inner, PLAIN_EAGLE, "eagle_config.")
     flags, unsaid = {flag: config.get(flag) for flag in kind.variants}, {}
@@ -95,7 +104,7 @@ def from_native(config: dict[str, Any], tensors: dict[str, Tensor]) -> Imported:
     layers, where = native_layers(config, inner)
     places = {name: f"config.json: {name}" for name in (*SHAPE, "target_hidden_size")} | {"layers": where}
     found = assemble("native", kind, config, config, tensors, places, flags, unsaid, layers)
-    found.target = dict(ours.get("target", {}))
+    found.target = target_of(ours)
     found.shape["target_layers"] = ours.get("target_layers")
     places["target_layers"] = "config.json: drafthouse.target_layers"
     return found
@@ -142,11 +151,10 @@ def assemble(layout: str, kind: Kind, decoder: dict[str, Any], outer: dict[str, 
     options |= {"draft_vocab_size": shape["draft_vocab_size"], "intermediate_size": shape["intermediate_size"],
                 "num_layers": decoder.get("num_hidden_layers") or 1}
     head = "own" if "lm_head.weight" in named else shared_head(shape, bool(decoder.get("tie_word_embeddings")))
-    row, more = None, {}
+    row = None
     if kind.own_row:
         row = options[kind.own_row] = own_row_of(outer, shape, named)
-        more = {MASK_KEYS[0]: row}
-    check_tensors(named, embedding, shape | more, bool(flags["fc_norm"]), head, layers, options["num_layers"])
+    check_tensors(named, embedding, shape, bool(flags["fc_norm"]), head, layers, options["num_layers"], kind)
     if embedding is not None and row is not None:
         named[MASK_EMBEDDING] = embedding[row].clone()
     return Imported(layout, kind.name, options, unsaid, shape, layers, ids, named, places, embedding, head,
@@ -176,8 +184,9 @@ def check_plain(values: dict[str, Any], table: dict[str, tuple[Any, ...]], prefi
         if key in values and values[key] not in plain:
             more = f" to {plain[-1]}" if key == "num_hidden_layers" else ""
             raise ConfigError(f"config.json: {prefix}{key} = {values[key]!r}: the drafter here has {plain[0]!r}{more}")
-    if set(values.get("layer_types") or ()) - {"full_attention"}:
-        raise ConfigError(f"config.json: {prefix}layer_types = {values['layer_types']}: the drafter here attends fully")
+    kinds = values.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ConfigError(f"config.json: {prefix}layer_types = {kinds!r:.80}: the drafter here attends fully")
 
 
 def shape_of(decoder: dict[str, Any], outer: dict[str, Any], places: dict[str, str],
@@ -202,23 +211,6 @@ def shape_of(decoder: dict[str, Any], outer: dict[str, Any], places: dict[str, s
         raise ConfigError(f"{places['rms_norm_eps']} = {eps!r}: must be a number between 0 and 1")
     rope = rope_of(decoder, default["rope_parameters"]["rope_theta"], notes)
     return values | {"hidden_act": "silu", "rope_parameters": rope, "target_layers": None}
-
-
-def rope_of(decoder: dict[str, Any], default_base: float, notes: list[str]) -> dict[str, Any]:
-    """Rotary settings in transformers 5's form. Raises ConfigError for those that the drafter here cannot have."""
-    rope = {key: decoder[key] for key in ("rope_parameters", "rope_scaling", "rope_theta") if decoder.get(key)}
-    if "rope_theta" not in rope and "rope_theta" not in (decoder.get("rope_parameters") or {}):
-        rope["rope_theta"] = default_base
-        notes.append(f"rope_theta is not stated: {default_base:g}, as engines take it")
-    settings = canonical_rope(rope)
-    kind, partial = settings["rope_type"], settings.pop("partial_rotary_factor", None)
-    if partial not in (None, 1.0):
-        raise ConfigError(f"config.json: partial_rotary_factor = {partial}: the drafter here rotates whole heads")
-    lacking = [key for key in ROPE_NEEDS.get(kind, ()) if key not in settings]
-    if kind not in ROPE_NEEDS or lacking:
-        raise ConfigError(f"config.json: rope_type = {kind!r} in {rope}: "
-                          f"{f'{lacking[0]} is missing' if lacking else 'known are ' + ', '.join(ROPE_NEEDS)}")
-    return settings
 
 
 def native_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -280,17 +272,22 @@ def shared_head(shape: dict[str, Any], tied: bool) -> str:
 
 
 def check_tensors(named: dict[str, Tensor], embedding: Tensor | None, shape: dict[str, Any], tap_norms: bool,
-                  head: str, layers: list[int] | None, depth: int) -> None:
-    """ConfigError naming every tensor that is missing, unknown, of another shape or not finite (cases 13, 18)."""
+                  head: str, layers: list[int] | None, depth: int, kind: Kind = KINDS["eagle3"],
+                  stored: bool = False) -> None:
+    """ConfigError naming every tensor that is missing, unknown, of another shape or not finite (cases 13, 18). stored:
+    they are a checkpoint's, in which the row that is the drafter's own is a tensor."""
     Ht, fc = shape["target_hidden_size"], named.get("fc.weight")
     n = fc.shape[-1] // Ht if fc is not None and fc.dim() == 2 else len(layers or range(3))
     if n != len(layers or range(3)):
         raise ConfigError(f"tensor fc.weight {list(fc.shape)} fuses {n} states of {Ht}, but the layers are "
                           f"{layers or 'the default three'}")
-    names, _ = expected_tensors(shape | {"fc_norm": tap_norms, "num_aux_hidden_states": n, "num_hidden_layers": depth})
+    names, _ = expected_tensors(shape | {"fc_norm": tap_norms, "num_aux_hidden_states": n, "num_hidden_layers": depth,
+                                         PARALLEL: bool(kind.own_row)})
     absent = {"d2t", "t2d", TABLE} | (set() if head == "own" else {"lm_head.weight"})
     size = sizes(shape | {"num_aux_hidden_states": n})
     wanted = {name: [size[s] for s in symbols] for name, symbols in names.items() if name not in absent}
+    if stored and kind.own_row:
+        wanted[MASK_EMBEDDING] = [size["H"]]
     for name in sorted(named.keys() - wanted.keys()):
         why = next((why for part, why in UNKNOWN if name.startswith(part) or name.endswith(part)),
                    "no drafter here has it")
@@ -304,4 +301,5 @@ def check_tensors(named: dict[str, Tensor], embedding: Tensor | None, shape: dic
     wrong = wrong or [f"{name} is {t.dtype} or holds NaN or infinite values" for name, t in sorted(named.items())
                       if not t.is_floating_point() or not bool(torch.isfinite(t).all())]
     if wrong:
-        raise ConfigError(f"tensors do not fit an EAGLE-3 drafter of this config: {'; '.join(wrong)}")
+        title = "a parallel" if kind.own_row else "an EAGLE-3"
+        raise ConfigError(f"tensors do not fit {title} drafter of this config: {'; '.join(wrong)}")

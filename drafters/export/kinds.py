@@ -18,6 +18,7 @@ VARIANTS = {
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 MASK_KEY, PARALLEL = "ptd_token_id", "parallel_drafting"  # what the native layout writes
 MASK_HIDDEN, MASK_EMBEDDING, TABLE = "mask_hidden", "mask_embedding", "embed_tokens.weight"
+MASK_TOKEN = "mask_token"  # the option that says which row of the table the mask embedding is
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ KINDS = {
     "parallel": Kind("parallel", MOST_PARALLEL_LAYERS, {k: v for k, v in VARIANTS.items() if k != "norm_output"},
                      "peagle", "PEagleSpeculator",
                      {"embed_tokens": "target, but for the mask token's row", "lm_head": "drafter"},
-                     {MASK_HIDDEN: ("1", "1", "n*Ht")}, "mask_token"),
+                     {MASK_HIDDEN: ("1", "1", "n*Ht")}, MASK_TOKEN),
 }
 
 

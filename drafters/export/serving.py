@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from drafters.export.engines import ENGINES, serving, since
+from drafters.export.engines import ENGINES, method_of, serving, since
 from drafters.export.kinds import kind_of
 from drafters.export.native import engine_layer_ids
 
@@ -23,6 +23,7 @@ HERE = "PATH"  # stands for the folder of an export
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ("SERVE.md", "serve.sh", "tensorrt-llm.yaml", "dynamo-aggregated.yaml", "dynamo-disaggregated.yaml")
 IMAGE = "nvcr.io/nvidia/ai-dynamo/vllm-runtime:1.3.1"
+THEIR_HEADS = 5  # that the Medusa repository's newer loader makes, whatever config.json says
 TRANSFER = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 
 
@@ -48,16 +49,27 @@ class Deployment:
         return kind_of(self.keys).name == "parallel"
 
 
+def on_the_hub(name: str) -> bool:
+    """Whether a name is a Hub id, and no folder of this machine."""
+    return bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
+
+
 def target_reference(model: str) -> str:
     """A Hub id as it is; UNNAMED for a folder of this machine or an embedded target."""
-    return model if HUB_ID.fullmatch(model) and not Path(model).exists() else UNNAMED
+    return model if on_the_hub(model) else UNNAMED
 
 
-def speculative_config(drafter: str, drafted: int, parallel: bool = False) -> str:
-    """vLLM's `--speculative-config`, which Dynamo's vLLM backend takes too. parallel: all tokens in one pass; without
-    it vLLM would draft token by token, and skip the learned state with a warning."""
-    return json.dumps({"method": "eagle3", "model": drafter, "num_speculative_tokens": drafted,
-                       "draft_tensor_parallel_size": 1} | ({"parallel_drafting": True} if parallel else {}))
+def speculation(drafter: str, drafted: int, method: str = "eagle3", parallel: bool = False) -> dict[str, Any]:
+    """vLLM's `speculative_config`. parallel: all tokens in one pass; without it vLLM would draft token by token, and
+    skip the learned state with a warning."""
+    return {"method": method, "model": drafter, "num_speculative_tokens": drafted,
+            "draft_tensor_parallel_size": 1} | ({"parallel_drafting": True} if parallel else {})
+
+
+def speculative_config(deployment: Deployment) -> str:
+    """vLLM's `--speculative-config`, which Dynamo's vLLM backend takes too."""
+    return json.dumps(speculation(deployment.drafter, deployment.drafted, method_of(deployment.layout),
+                                  deployment.parallel))
 
 
 def serving_files(deployment: Deployment) -> dict[str, str]:
@@ -94,8 +106,7 @@ def dynamo_yaml(deployment: Deployment, workers: dict[str, tuple[str, list[str]]
         return {"name": name, "type": kind, "replicas": 1,
                 "podTemplate": {"spec": {"containers": [{"name": "main", "image": IMAGE, **container}]}}}
 
-    arguments = ["--model", deployment.target, "--speculative-config",
-                 speculative_config(deployment.drafter, deployment.drafted, deployment.parallel)]
+    arguments = ["--model", deployment.target, "--speculative-config", speculative_config(deployment)]
     components = [component("Frontend", "frontend", {})]
     for name, (kind, more) in workers.items():
         components.append(component(name, kind, {
@@ -124,7 +135,7 @@ if [ "$target" = {unnamed} ]; then
 fi
 speculative() {{
   python3 -c 'import json, sys
-print(json.dumps({{"method": "eagle3", "model": sys.argv[1], "num_speculative_tokens": int(sys.argv[2]),
+print(json.dumps({{"method": "{method}", "model": sys.argv[1], "num_speculative_tokens": int(sys.argv[2]),
                   "draft_tensor_parallel_size": 1{parallel}}}))' "$here" "$drafted"
 }}
 refuse() {{ echo "serve.sh: not with this drafter: $1" >&2; exit 2; }}
@@ -164,7 +175,7 @@ BASE = {"dynamo": "vllm", "dynamo-disaggregated": "vllm"}  # whose loader a laun
 def serve_script(deployment: Deployment) -> str:
     """serve.sh. The drafter is the folder that the script lies in."""
     refusals = deployment.refusals
-    settings = shlex.quote(json.dumps(tensorrt_settings(deployment)))
+    settings = "" if refusals["tensorrt-llm"] else shlex.quote(json.dumps(tensorrt_settings(deployment)))
     cases = []
     for name, body in CASES.items():
         reasons = refusals[BASE.get(name, name)]
@@ -172,13 +183,14 @@ def serve_script(deployment: Deployment) -> str:
             tensorrt=settings, transfer=shlex.quote(TRANSFER))
         cases.append(f"  {name})\n{text}")
     return SCRIPT.format(target=shlex.quote(deployment.target), unnamed=UNNAMED, drafted=int(deployment.drafted),
-                         parallel=', "parallel_drafting": True' * deployment.parallel, cases="\n".join(cases))
+                         parallel=', "parallel_drafting": True' * deployment.parallel,
+                         method=method_of(deployment.layout), cases="\n".join(cases))
 
 
 SERVE = """# Serving this drafter
 
 Target: `{target}`. It was trained on exactly this model: another one, or a fine-tuned one, lowers acceptance.
-{named}{drafted} tokens are drafted a cycle; another number needs no new export.
+{named}{drafted} tokens are drafted a cycle; {most} needs no new export.
 `bash serve.sh ENGINE{argument}` starts an engine that is installed, with the folder of serve.sh as the drafter.
 """
 OTHERS = """
@@ -186,6 +198,21 @@ OTHERS = """
 
 Not with this drafter: an engine would refuse it, or load it without a message and accept far fewer tokens.
 
+"""
+REPOSITORY = """
+## TensorRT-LLM's converter, and the Medusa repository
+
+The Medusa converter of TensorRT-LLM reads medusa_lm_head.safetensors (the state of the repository's `medusa_head`)
+where no medusa_lm_head.pt lies beside it; tell it the number of heads.
+
+The repository's own loader reads config.json and medusa_lm_head.pt alone. Make that in a copy of this folder: here
+Drafthouse would refuse a second file of weights.
+
+    python -c "import torch; from safetensors.torch import load_file; \\
+    torch.save(load_file('medusa_lm_head.safetensors'), 'medusa_lm_head.pt')"
+
+Its newer loader makes {made} heads whatever config.json says; this drafter has {heads}. Neither was run with this
+folder.
 """
 HEADINGS = {
     "vllm": """
@@ -216,7 +243,9 @@ def serve_text(deployment: Deployment) -> str:
     target, drafted = shlex.quote(deployment.target), deployment.drafted
     unnamed = deployment.target == UNNAMED
     here = deployment.drafter == HERE
-    text = SERVE.format(target=deployment.target, drafted=drafted, argument=f" {UNNAMED}" if unnamed else "",
+    heads = deployment.keys.get("heads")  # a token more than heads would come from one that was never trained
+    most = f"another number up to {heads}, one for each head," if heads else "another number"
+    text = SERVE.format(target=deployment.target, drafted=drafted, most=most, argument=f" {UNNAMED}" if unnamed else "",
                         named=(f"{UNNAMED} stands for its folder. " * unnamed + f"{HERE} is this folder. " * here))
     own = ""
     if deployment.layout == "speculators" and not (unnamed or deployment.parallel):
@@ -228,10 +257,11 @@ def serve_text(deployment: Deployment) -> str:
             continue
         text += HEADINGS[name].format(target=target, drafted=drafted, verified=drafted + 1, own=own,
                                       drafter=shlex.quote(deployment.drafter),
-                                      config=shlex.quote(speculative_config(deployment.drafter, drafted,
-                                                                             deployment.parallel)))
+                                      config=shlex.quote(speculative_config(deployment)))
         if recent := since(name, deployment.keys):
             text += f"\nNeeds a version of {ENGINES[name].title} that has {'; '.join(recent)}.\n"
+    if deployment.layout == "medusa-original":
+        text += REPOSITORY.format(made=THEIR_HEADS, heads=heads)
     if refused:
         text += OTHERS + "".join(f"- {reason}\n" for reason in refused)
     return text

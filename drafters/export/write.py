@@ -13,9 +13,9 @@ from torch import Tensor
 from drafters import vocab
 from drafters.checkpoint import META, WEIGHTS, read_meta, read_tensors
 from drafters.export.check import read_config
-from drafters.export.kinds import KINDS, TABLE, VARIANTS, kind_of, mask_token
+from drafters.export.kinds import KINDS, TABLE
 from drafters.export.layouts import LAYOUTS, Layout, Served
-from drafters.export.native import DTYPES, canonical_rope, check_meta, layers_of, own_table
+from drafters.export.native import DTYPES, canonical_rope, layers_of, own_table
 from drafters.export.serving import FILES, HERE, Deployment, serving_files, target_reference
 from drafters.export.tensor_check import is_size
 from recipes.errors import ConfigError, RunError
@@ -23,7 +23,8 @@ from recipes.files import sha256_file, sync_folder, write_bytes, write_json, wri
 
 WEIGHT_FILE, CONFIG, ORIGIN = "model.safetensors", "config.json", "provenance.json"
 FORMAT = "drafthouse.export/1"
-EXPORTED = (WEIGHT_FILE, CONFIG, ORIGIN, *FILES)
+EXPORTED = (*sorted({layout.weights for layout in LAYOUTS.values()}), CONFIG, ORIGIN, *FILES)
+TITLES = {"eagle3": "EAGLE-3", "parallel": "P-EAGLE", "medusa": "Medusa"}
 
 
 def export_native(checkpoint: Path, out: Path, dtype: str, expected_layers: list[int],
@@ -42,17 +43,17 @@ def export_layout(name: str, checkpoint: Path, out: Path, dtype: str, served: Se
     other layers or another target (cases 04, 36) or a check of the written files fails (case 03).
     """
     layout, meta = LAYOUTS[name], read_meta(checkpoint)
-    check_meta(meta)
+    layout.check_meta(meta)
     state = read_tensors(checkpoint)
     same_origin(checkpoint, meta, served.layers, served.fingerprint)
     config = layout.config(meta, dtype, served)
     partial, earlier = (out.with_name(f".{out.name}.{suffix}") for suffix in ("partial", "earlier"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    recover(out, partial, earlier)
+    recover(out, partial, earlier, layout.weights)
     partial.mkdir()
     try:
         tensors = layout.tensors(state, meta, dtype, served)
-        write_bytes(partial / WEIGHT_FILE, save(tensors, metadata={"format": "pt"}))
+        write_bytes(partial / layout.weights, save(tensors, metadata={"format": "pt"}))
         write_json(partial / CONFIG, config)
         write_json(partial / ORIGIN, provenance(name, meta, dtype, sha256_file(checkpoint / WEIGHTS)))
         deployment = Deployment(target_reference(meta["target"]["model"]), HERE, name, layout.flat(config),
@@ -61,10 +62,7 @@ def export_layout(name: str, checkpoint: Path, out: Path, dtype: str, served: Se
             write_text(partial / file, text)
         check_folder(partial, name)
         same_drafter(partial, layout, meta, state, dtype, served)
-        if out.exists():
-            os.replace(out, earlier)
-        os.replace(partial, out)
-        sync_folder(out.parent)
+        replace(out, partial, earlier)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(earlier, ignore_errors=True)
@@ -74,7 +72,8 @@ def export_layout(name: str, checkpoint: Path, out: Path, dtype: str, served: Se
 def provenance(layout: str, meta: dict[str, Any], dtype: str, weights: str) -> dict[str, Any]:
     """provenance.json: what the drafter is, for which target, and of which checkpoint."""
     return {"format": FORMAT, "layout": layout, "kind": meta["kind"], "options": dict(meta["options"]),
-            "layers": list(meta["layers"]), "target_layers": meta["shape"]["target_layers"],
+            "shape": dict(meta["shape"]), "layers": list(meta["layers"]),
+            "target_layers": meta["shape"]["target_layers"],
             "target": dict(meta["target"]), "dtype": dtype, "checkpoint_sha256": weights}
 
 
@@ -84,7 +83,8 @@ def check_folder(folder: Path, layout: str) -> None:
     found = [*LAYOUTS[layout].violations(folder), *origin_violations(folder, layout)]
     if found:
         listed = "\n".join(f"  - {each}" for each in found)
-        raise RunError(f"{folder}: not a servable {layout} EAGLE-3 export; mend and export again:\n{listed}")
+        title = " or ".join(TITLES[kind] for kind in LAYOUTS[layout].kinds)
+        raise RunError(f"{folder}: not a servable {layout} {title} export; mend and export again:\n{listed}")
 
 
 def origin_violations(folder: Path, layout: str) -> list[str]:
@@ -93,18 +93,14 @@ def origin_violations(folder: Path, layout: str) -> list[str]:
         config, origin = read_config(folder / CONFIG), read_config(folder / ORIGIN)
     except ConfigError as error:
         return [str(error)]
-    keys = LAYOUTS[layout].flat(config)
-    kind = kind_of(keys)
+    of, keys = LAYOUTS[layout], LAYOUTS[layout].flat(config)
     pairs = {"format": (origin.get("format"), FORMAT), "layout": (origin.get("layout"), layout),
-             "layers": (origin.get("layers"), keys.get("eagle_aux_hidden_state_layer_ids")),
              "dtype": (origin.get("dtype"), keys.get("torch_dtype"))}
-    options, target = (origin[key] if isinstance(origin.get(key), dict) else {} for key in ("options", "target"))
-    pairs["options.num_layers"] = options.get("num_layers", 1), keys.get("num_hidden_layers")
-    for flag, (option, on, _) in VARIANTS.items():
-        pairs[f"options.{option}"] = options.get(option) == on, bool(keys.get(flag))
-    if kind.own_row:
-        pairs[f"options.{kind.own_row}"] = options.get(kind.own_row), mask_token(keys)
-    formed = {"kind": origin.get("kind") == kind.name, "options": bool(options),
+    options, target, shape = (origin[key] if isinstance(origin.get(key), dict) else {}
+                              for key in ("options", "target", "shape"))
+    pairs |= {what: (there, here)
+              for what, there, here in of.said(origin | {"options": options, "shape": shape}, keys)}
+    formed = {"kind": origin.get("kind") in of.kinds, "options": bool(options),
               "target": bool(target.get("model")) and bool(target.get("fingerprint")),
               "target_layers": is_size(origin.get("target_layers")),
               "checkpoint_sha256": bool(re.fullmatch("[0-9a-f]{64}", str(origin.get("checkpoint_sha256"))))}
@@ -113,7 +109,22 @@ def origin_violations(folder: Path, layout: str) -> list[str]:
                           for key, (said, found) in pairs.items() if said != found]
 
 
-def recover(out: Path, partial: Path, earlier: Path) -> None:
+def replace(out: Path, partial: Path, earlier: Path) -> None:
+    """Gives `partial` the name `out`. An export that was there is `earlier` from then on; where the replacing fails, it
+    keeps its name."""
+    try:
+        if out.exists():
+            os.replace(out, earlier)
+        os.replace(partial, out)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(out)) from None
+    finally:
+        if earlier.exists() and not out.exists():
+            os.replace(earlier, out)
+    sync_folder(out.parent)
+
+
+def recover(out: Path, partial: Path, earlier: Path, weights: str = WEIGHT_FILE) -> None:
     """Clears what a killed export left, and puts the earlier export back where it was already moved away.
 
     Raises ConfigError where `out` holds something that is no export, so that nothing else is ever deleted.
@@ -122,11 +133,11 @@ def recover(out: Path, partial: Path, earlier: Path) -> None:
         shutil.rmtree(partial)
     if earlier.exists() and not out.exists():
         os.replace(earlier, out)
-    if earlier.exists():
-        shutil.rmtree(earlier)
-    is_export = all((out / name).is_file() for name in (WEIGHT_FILE, CONFIG, "SERVE.md"))
+    is_export = all((out / name).is_file() for name in (weights, CONFIG, "SERVE.md"))
     if out.exists() and not is_export:
         raise ConfigError(f"{out}: exists and is no earlier export; move it away or choose another folder")
+    if earlier.exists():
+        shutil.rmtree(earlier)
 
 
 def same_origin(checkpoint: Path, meta: dict[str, Any], layers: list[int],
@@ -152,13 +163,15 @@ def same_drafter(folder: Path, layout: Layout, meta: dict[str, Any], state: dict
                  served: Served) -> None:
     """Reads the written folder back by the layout's inverse. Raises RunError naming tensors that are not the trained
     ones or the target's own, bit for bit (case 03), and settings that came back as others."""
-    found = layout.back(read_config(folder / CONFIG), load_file(folder / WEIGHT_FILE))
+    found = layout.back(read_config(folder / CONFIG), load_file(folder / layout.weights))
     written = found.tensors | dict(zip(("d2t", "t2d"), vocab.maps(found.ids, meta["shape"]["vocab_size"])))
-    expected, kind = dict(state), KINDS[meta["kind"]]
-    if layout.carries_embedding or kind.own_row:
+    expected, kind = dict(state), KINDS.get(meta["kind"])
+    if kind and (layout.carries_embedding or kind.own_row):
         expected[TABLE] = own_table(served.embedding, state, meta)
     if found.embedding is not None:
         written[TABLE] = found.embedding
+    if found.carried is not None:
+        written["the target's head"], expected["the target's head"] = found.carried, served.head[found.ids]
     wrong = [f"{name} is in only one of the two" for name in sorted(written.keys() ^ expected.keys())]
     for name in sorted(written.keys() & expected.keys()):
         trained = expected[name].cpu()
@@ -169,9 +182,11 @@ def same_drafter(folder: Path, layout: Layout, meta: dict[str, Any], state: dict
             wrong.append(f"{name} differs")
     options = meta["options"] | {"num_layers": layers_of(meta)}
     said = {"layers": (found.layers, meta["layers"])}
-    said |= {key: (found.options.get(key), options[key]) for key in kind.structure[2:]}
-    shape = meta["shape"] | {"rope_parameters": canonical_rope(meta["shape"])}
+    said |= {key: (found.options.get(key), options[key]) for key in layout.structure(meta)}
+    shape = dict(meta["shape"])
+    if "rope_parameters" in shape:
+        shape["rope_parameters"] = canonical_rope(shape)
     said |= {key: (found.shape[key], value) for key, value in shape.items() if key != "target_layers"}
     wrong += [f"{key} reads back as {back!r}, trained as {own!r}" for key, (back, own) in said.items() if back != own]
     if wrong:
-        raise RunError(f"{WEIGHT_FILE}: not the trained tensors: {'; '.join(wrong)}; export again")
+        raise RunError(f"{layout.weights}: not the trained tensors: {'; '.join(wrong)}; export again")

@@ -1,7 +1,10 @@
 """vLLM as far as eval/serve_worker.py and eval/engine_run.py use it. The model's folder says what it answers
-(engine.json): `answers` by prompt, `drafts`, `accepted`, and by layout of the drafter what goes wrong (`faults`)."""
+(engine.json): `answers` by prompt, `drafts`, `accepted`, by layout of the drafter what goes wrong (`faults`), and how
+long an engine works for an answer (`slow`, seconds), which leaves its process id in `pid`."""
 
 import json
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +15,8 @@ def load(model: str, drafter: str | None) -> tuple[dict, dict]:
     """(what the engine answers, what goes wrong with this drafter)."""
     found = json.loads((Path(model) / "engine.json").read_text())
     fault = found["faults"].get(Path(drafter).name, {}) if drafter else {}
+    if found.get("slow"):
+        (Path(model) / "pid").write_text(str(os.getpid()))
     if fault.get("refuses"):
         raise ValueError("unexpected tensor layers.0.x\nmore")
     return found | fault, fault
@@ -34,6 +39,7 @@ class LLM:
             raise SystemExit(3)
 
     def generate(self, prompts, params, use_tqdm):
+        time.sleep(self.found.get("slow", 0))
         tokens = [self.found["answers"][str(prompt["prompt_token_ids"])] for prompt in prompts]
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids[: params.max_tokens])]) for ids in tokens]
 
