@@ -106,6 +106,7 @@ class Medusa(nn.Module):
 
     kind = "medusa"
     vocabulary_modules = ("lm_heads",)
+    one_pass = True
 
     def __init__(self, options: Options, shape: Shape, ids: Tensor, teacher_head: Tensor) -> None:
         """ids [D]: target ids of the draft vocabulary; teacher_head [V, H]."""
