@@ -34,8 +34,8 @@ from recipes.model_shape import ModelShape
 from recipes.schema import opt
 
 # Acceptance lengths that `make plan` takes for the worst and the best case, and why these.
-EXPECTED_LENGTHS = ((1.2, 3.0), "at best a good EAGLE-3 chain, whose steps see the tokens before them; an early drafter "
-                                "on few tokens keeps less")
+EXPECTED_LENGTHS = ((1.2, 3.0), "at best a good EAGLE-3 chain, whose steps see the tokens before them; an early "
+                                "drafter on few tokens keeps less")
 
 
 @dataclass

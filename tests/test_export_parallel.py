@@ -23,6 +23,7 @@ from drafters.export.check import read_config
 from drafters.export.foreign import from_native
 from drafters.export.kinds import KINDS
 from drafters.export.layouts import LAYOUTS, Served
+from drafters.export.serving import speculation
 from drafters.export.speculators import from_speculators
 from drafters.export.write import check_folder, export_layout, export_native, same_drafter
 from drafters.initial import begin
@@ -301,6 +302,26 @@ def test_a_folder_without_a_table_reads_the_targets_row(world, tmp_path):
         begin(Drafter("parallel", init_from=str(folder)), target, {9: 1}, 0)
 
 
+def test_a_damaged_checkpoint_is_named(world):
+    """Cases 13, 18, 46: held against its kind before anything of its sizes is made; EAGLE-3 has no place for it."""
+    folder, target, drafter = world
+    shape, tensors = checkpoint.read_meta(folder / "checkpoint")["shape"], checkpoint.read_tensors(folder / "checkpoint")
+    load = entry("parallel").code.load
+    whole = load(drafter.options, shape, LAYERS, tensors, target)
+    assert all(torch.equal(t, tensors[n]) for n, t in whole.tensors().items())
+    for change, message in (({"mask_embedding": None}, "do not fit a parallel drafter .*mask_embedding is missing"),
+                            ({"mask_hidden": None}, "mask_hidden is missing"),
+                            ({"mask_embedding": torch.ones(3)}, r"mask_embedding \[3\], the config implies \[32\]"),
+                            ({"mask_hidden": torch.full((1, 1, 96), torch.nan)}, "mask_hidden .*NaN"),
+                            ({"fc_norm.0.weight": torch.ones(32)}, "fc_norm.0.weight: no drafter here has it")):
+        damaged = {name: t for name, t in (tensors | change).items() if t is not None}
+        with pytest.raises(ConfigError, match=message):
+            load(drafter.options, shape, LAYERS, damaged, target)
+    with pytest.raises(ConfigError, match="mask_.*: it is a parallel drafter's"):
+        entry("eagle3").code.load(options_of("eagle3", {"draft_vocab_size": 40, "num_layers": 2}), shape, LAYERS,
+                                  {name: t for name, t in tensors.items() if name != "mask_embedding"}, target)
+
+
 # --- the second reader ---
 
 
@@ -350,7 +371,7 @@ def test_the_reader_refuses_damaged_folders(world, tmp_path):
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_job_asks_vllm_for_parallel_drafting(tmp_path, monkeypatch, parallel):
     """In a process and over HTTP the switch goes to vLLM with a parallel drafter, and with no other."""
-    job = Job("target", "drafter", 5, [[1]], 4, [2], "float32", parallel=parallel)
+    job = Job("target", speculation("drafter", 5, parallel=parallel), 5, [[1]], 4, [2], "float32")
     wanted = {"method": "eagle3", "model": "drafter", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1}
     wanted |= {"parallel_drafting": True} if parallel else {}
     told = {}

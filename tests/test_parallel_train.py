@@ -2,6 +2,7 @@
 and `doctor` on a tiny target from end to end; two real processes are marked slow."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,10 +89,9 @@ def repeated(number: int, token: int) -> Conversation:
                         [0] * 3 + [1] * 12, [token] * 6, "length")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run of `make train` on the traces of a target that repeats its last token: masks have to fetch it."""
-    folder = tmp_path_factory.mktemp("end")
+def repeating_run(folder: Path) -> Path:
+    """The recipe of a run of `make train` on the traces of a target that repeats its last token, which masks have to
+    fetch."""
     model = counting_target(folder / "model")
     tensors = load_file(model / "model.safetensors")
     save_file(tensors | {"lm_head.weight": torch.eye(V)}, model / "model.safetensors", {"format": "pt"})
@@ -104,6 +104,11 @@ def trained(tmp_path_factory):
                           train={"epochs": 10.0, "lr": 0.01, "validate_every": 20, "save_every": 20})
     assert call(train_run.COMMAND, recipe) == 0
     return recipe
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return repeating_run(tmp_path_factory.mktemp("end"))
 
 
 def test_train_export_eval_and_doctor_from_end_to_end(trained, capsys):
