@@ -305,7 +305,8 @@ def test_a_folder_without_a_table_reads_the_targets_row(world, tmp_path):
 def test_a_damaged_checkpoint_is_named(world):
     """Cases 13, 18, 46: held against its kind before anything of its sizes is made; EAGLE-3 has no place for it."""
     folder, target, drafter = world
-    shape, tensors = checkpoint.read_meta(folder / "checkpoint")["shape"], checkpoint.read_tensors(folder / "checkpoint")
+    shape = checkpoint.read_meta(folder / "checkpoint")["shape"]
+    tensors = checkpoint.read_tensors(folder / "checkpoint")
     load = entry("parallel").code.load
     whole = load(drafter.options, shape, LAYERS, tensors, target)
     assert all(torch.equal(t, tensors[n]) for n, t in whole.tensors().items())

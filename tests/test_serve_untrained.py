@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_serve_check import ENGINE
 from tiny import call, load_target, plain_model, write_prompts, write_recipe, write_target
-from tiny_run import EVAL
+from tiny_run import EVAL, cycling_target
 
 from data.chat import prompt_ids
 from data.prompts import evaluation_prompts
@@ -32,10 +32,10 @@ KINDS = {"lookup": {"match": "first", "longest": 2}, "layer_cut": {"layers": 5}}
 
 @pytest.fixture(scope="module", params=KINDS)
 def base(request, tmp_path_factory):
-    """An evaluated run of such a drafter on a random target, and what a right engine answers and counts."""
+    """An evaluated run of such a drafter, on a target that goes round or a random one, and what a right engine says."""
     kind, options = request.param, KINDS[request.param]
     folder = tmp_path_factory.mktemp(kind)
-    model = write_target(folder / "model")
+    model = (cycling_target if kind == "lookup" else write_target)(folder / "model")
     texts = write_prompts(folder / "eval.jsonl", [f"{word} and {word} and {word}" for word in ("abc", "tea", "no")])
     recipe = write_recipe(folder / "r.yaml", model, drafter={"kind": kind, "options": options},
                           eval={**EVAL, "prompts": str(texts), "max_tokens": 12})

@@ -1,7 +1,7 @@
 """vLLM as far as eval/serve_worker.py and eval/engine_run.py use it. The model's folder says what it answers
 (engine.json): `answers` by prompt, `drafts`, `accepted`, by layout of the drafter what goes wrong (`faults`), what it
-must be told of drafting (`told`), and how long an engine works for an answer (`slow`, seconds), which leaves its process
-id in `pid`."""
+must be told of drafting (`told`), and how long an engine works for an answer (`slow`, seconds), which leaves its
+process id in `pid`."""
 
 import json
 import os
