@@ -138,11 +138,11 @@ class MedusaSize(DraftSize):
         return self.parameters
 
     def exported(self, layout: str) -> int:
-        """Where the projection is shared, vLLM's layout carries it once, the original one for every head; own ones have
-        a row for every token in both."""
+        """Projections have a row for every token in both layouts; a shared one vLLM's carries once, the original for
+        every head."""
         if self.train_head:
             return self.parameters + self.count * (self.vocab - self.draft_vocab) * self.hidden
-        return self.parameters + self.head * (self.count if layout == "medusa-original" else 1)
+        return self.parameters + self.vocab * self.hidden * (self.count if layout == "medusa-original" else 1)
 
 
 def worked(spans: list[float], depth: int, share: float = 1.0, floor: float = 0.0) -> list[float]:

@@ -70,8 +70,10 @@ def exported(tmp_path, layout: str = "medusa", dtype: str = "float32", **options
 
 
 def widened(rows: torch.Tensor) -> torch.Tensor:
-    """The rows of IDS at their places; between them the mean of the first and the last, in their precision."""
-    between = ((rows[0].double() + rows[-1].double()) / 2).to(rows.dtype)
+    """The rows of IDS at their places; between them the mean of sixteen that are spread over them, in their
+    precision."""
+    picked = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5]
+    between = rows[picked].double().mean(0).to(rows.dtype)
     return torch.stack([rows[IDS.tolist().index(i)] if i in IDS.tolist() else between for i in range(V)])
 
 
@@ -83,7 +85,9 @@ def test_no_token_outside_the_map_is_proposed():
         table = medusa.whole(rows.to(kind), IDS, V)
         assert torch.equal(table, widened(rows.to(kind)))
         best = (states.to(kind) @ table.T).argmax(-1)
-        assert torch.equal(best, IDS[(states.to(kind) @ rows.to(kind).T).argmax(-1)])
+        assert bool(torch.isin(best, IDS).all()) and len(best.unique()) == D
+        if kind == torch.float32:  # of equal logits in less precision either is the first
+            assert torch.equal(best, IDS[(states @ rows.T).argmax(-1)])
 
 
 CASES = [("medusa", "own", False, 1), ("medusa", "own", True, 3), ("medusa", "shared", False, 2),
@@ -105,10 +109,10 @@ def test_round_trip_is_bit_for_bit(tmp_path, layout, projection, full, layers, d
         wanted = {n: t for n, t in state.items() if n.startswith(("blocks.", "lm_heads."))}
         if projection == "shared":
             wanted["lm_heads.0.weight"] = HEAD[ids]
-        elif not full:  # vLLM allocates own projections for all tokens
+        if not full:  # vLLM loads no fewer rows
             wanted |= {n: widened(t.to(kind)) for n, t in wanted.items() if n.startswith("lm_heads.")}
-        assert config["num_heads"] == K and config["num_hidden_layers"] == layers and config["vocab_size"] == V
-        assert config["truncated_vocab_size"] == (len(ids) if projection == "shared" else V)
+        assert config["num_heads"] == K and config["num_hidden_layers"] == layers
+        assert config["truncated_vocab_size"] == config["vocab_size"] == V
         assert config["original_lm_head"] == (projection == "shared")
         assert ("token_map" in tensors) != full
         if not full:

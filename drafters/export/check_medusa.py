@@ -1,9 +1,8 @@
 """Refuses a folder of Medusa heads that an engine would reject, or load with silently wrong results.
 
-By its sources (0.32) vLLM skips unknown tensors, leaves a missing projection as it was allocated, allocates own
-projections for the whole vocabulary, and takes the number of heads from any key whose name looks like it. Source:
-formats.md sections 3 and 8; cases 13, 18, 46, 47, 56. H hidden size, V target vocabulary, D draft vocabulary, K heads,
-n blocks a head.
+vLLM (0.32) skips unknown tensors, leaves a missing projection as it was allocated, loads none of fewer rows than the
+vocabulary has, and takes the number of heads from any key whose name looks like it. Source: formats.md sections 3 and 8;
+cases 13, 18, 46, 47, 56. H hidden size, V target vocabulary, D draft vocabulary, K heads, n blocks a head.
 """
 
 from collections.abc import Iterator
@@ -29,21 +28,19 @@ FIXED = {
 }
 COUNTS = {VLLM: ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads", "num_hidden_layers"),
           ORIGINAL: ("medusa_num_heads", "medusa_num_layers")}
-KEYS = {"draft_vocab_size": "truncated_vocab_size"}  # sizes that vLLM's config.json has under another name
 FORBIDDEN = {"token_map": "there is no draft vocabulary in this config", "lm_head.weight": "vLLM skips this name",
              "d2t": "the map of this layout is token_map, which holds ids", "t2d": "vLLM skips this name"}
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
     """What the engines' table and provenance.json are compared with: precision, structure and sizes. Sizes that a
-    layout has no key for are those of the section that ties the export to its checkpoint."""
+    layout has no key for, the draft vocabulary's in both, are those of the section that ties the export to its
+    checkpoint."""
     section = config.get("drafthouse")
     shape = section.get("shape") if isinstance(section, dict) else None
     shape = shape if isinstance(shape, dict) else {}
     known = {"torch_dtype": config.get("torch_dtype")}
-    known |= {key: config.get(KEYS.get(key, key), shape.get(key)) for key in SIZES}
-    if config.get("original_lm_head") is False:  # own projections have all rows there, whatever was trained
-        known["draft_vocab_size"] = shape.get("draft_vocab_size")
+    known |= {key: config.get(key, shape.get(key)) for key in SIZES}
     for option, keys in (("heads", ("num_heads", "medusa_num_heads")),
                          ("num_layers", ("num_hidden_layers", "medusa_num_layers"))):
         known[option] = next((config[key] for key in keys if key in config), None)
@@ -113,9 +110,9 @@ def vllm_violations(config: dict[str, Any]) -> Iterator[str]:
     V, D, rows = config.get("vocab_size"), flat(config)["draft_vocab_size"], config.get("truncated_vocab_size")
     if is_size(V) and is_size(D) and D > V:
         yield f"config.json: a draft vocabulary of {D} is above vocab_size = {V}; are they exchanged?"
-    if config.get("original_lm_head") is False and rows != V:
-        yield (f"config.json: truncated_vocab_size = {rows!r}, must be vocab_size = {V!r}: vLLM allocates own "
-               "projections for all tokens, and loads no fewer rows")
+    if rows != V:
+        yield (f"config.json: truncated_vocab_size = {rows!r}, must be vocab_size = {V!r}: vLLM does not start with "
+               "projections of fewer rows")
 
 
 def original_violations(config: dict[str, Any]) -> Iterator[str]:
@@ -129,17 +126,15 @@ def original_violations(config: dict[str, Any]) -> Iterator[str]:
 def expected(config: dict[str, Any], layout: str) -> dict[str, list[int]] | None:
     """Names and shapes of all tensors; None where the config does not say them."""
     keys = flat(config)
-    H, V, D = (keys[key] for key in ("hidden_size", "vocab_size", "draft_vocab_size" if layout == VLLM else
-                                     "vocab_size"))
-    K, n = keys["heads"], keys["num_layers"]
+    H, V = ((config.get if layout == VLLM else keys.get)(key) for key in ("hidden_size", "vocab_size"))
+    D, K, n = keys["draft_vocab_size"] if layout == VLLM else V, keys["heads"], keys["num_layers"]
     if not all(map(is_size, (H, V, D, K, n))) or K > MOST_HEADS or n > MOST_BLOCKS:
         return None
     blocks = {name: [H, H] if name.endswith("weight") else [H] for name in block_names(K, n)}
     if layout == ORIGINAL:
         named = {"{1}.{3}.linear.{4}".format(*name.split(".")): size for name, size in blocks.items()}
         return named | {f"{i}.{n}.weight": [V, H] for i in range(K)}
-    shared = config.get("original_lm_head")
-    named = blocks | {f"lm_heads.{i}.weight": [D if shared else V, H] for i in range(1 if shared else K)}
+    named = blocks | {f"lm_heads.{i}.weight": [V, H] for i in range(1 if config.get("original_lm_head") else K)}
     return named | ({} if D == V else {"token_map": [D]})
 
 
@@ -150,8 +145,8 @@ def tensor_violations(path: Path, config: dict[str, Any], layout: str) -> Iterat
     try:
         with safe_open(path, framework="pt") as f:
             present = set(f.keys())
-            mapped = wanted is not None and {"token_map"} <= present & wanted.keys()
-            ids = f.get_tensor("token_map") if mapped and config.get("original_lm_head") is False else None
+            mapped = wanted is not None and "token_map" in present & wanted.keys()
+            ids = f.get_tensor("token_map") if mapped else None
             for name in sorted(present if wanted is not None else ()):
                 if name not in wanted:
                     yield f"{name}: unknown tensor: {FORBIDDEN.get(name, 'a reader would skip it without a message')}"

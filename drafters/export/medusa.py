@@ -26,6 +26,7 @@ VLLM, ORIGINAL = "medusa", "medusa-original"
 WEIGHTS = {VLLM: "model.safetensors", ORIGINAL: "medusa_lm_head.safetensors"}
 STRUCTURE = ("heads", "num_layers", "projection")  # options that a folder fixes, besides sizes
 SIZES = ("hidden_size", "vocab_size", "draft_vocab_size", "target_layers")
+MIXED = 16  # trained rows whose mean stands for those that were not
 NAME = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")  # of the original layout
 
 
@@ -71,12 +72,10 @@ def vllm_config(meta: dict[str, Any], dtype: str, drafted: int) -> dict[str, Any
     there is no further such key. Raises ConfigError as `checked` does.
     """
     options, shape = checked(meta, dtype, drafted)
-    shared = options["projection"] == "shared"
     return {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": shape["hidden_size"],
-            "vocab_size": shape["vocab_size"],
-            "truncated_vocab_size": shape["draft_vocab_size" if shared else "vocab_size"],
+            "vocab_size": shape["vocab_size"], "truncated_vocab_size": shape["vocab_size"],  # see vllm_tensors
             "num_heads": options["heads"], "num_hidden_layers": options["num_layers"], "medusa_fc_bias": True,
-            "original_lm_head": shared, "torch_dtype": dtype, "drafthouse": ours(meta)}
+            "original_lm_head": options["projection"] == "shared", "torch_dtype": dtype, "drafthouse": ours(meta)}
 
 
 def original_config(meta: dict[str, Any], dtype: str, drafted: int) -> dict[str, Any]:
@@ -114,27 +113,28 @@ def draft_ids(state: dict[str, Tensor]) -> Tensor:
 def vllm_tensors(state: dict[str, Tensor], meta: dict[str, Any], dtype: str, head: Tensor) -> dict[str, Tensor]:
     """Tensors for vLLM, floating ones in `dtype`; token_map int64 [D], the target's IDS of the rows, where D is not V.
 
-    state: tensors of drafter.safetensors; head [V, H]: the target's, which a shared projection is. Own projections are
-    written for the whole vocabulary: vLLM (0.32) allocates them so, and loads no fewer rows; the map then tells readers
-    here which rows were trained, and vLLM skips it.
+    state: tensors of drafter.safetensors; head [V, H]: the target's, which a shared projection is. Projections are
+    written for the whole vocabulary: vLLM (0.32) allocates own ones so and loads no fewer rows, and with a smaller
+    truncated_vocab_size it does not start, since it misses the map among what it has loaded. Without one it skips the
+    map, which tells readers here which rows are meant.
     """
-    own, shape = meta["options"]["projection"] == "own", meta["shape"]
-    weights = projections(state, meta, head)[: None if own else 1]
+    shape = meta["shape"]
+    weights = projections(state, meta, head)[: None if meta["options"]["projection"] == "own" else 1]
     tensors = {name: t for name, t in state.items() if name.startswith("blocks.")}
     tensors |= {f"lm_heads.{i}.weight": weight for i, weight in enumerate(weights)}
     tensors = {name: t.to(DTYPES[dtype]).contiguous() for name, t in tensors.items()}
     if shape["draft_vocab_size"] != shape["vocab_size"]:
-        ids = tensors["token_map"] = draft_ids(state)
-        if own:
-            tensors |= {name: whole(t, ids, shape["vocab_size"]) for name, t in tensors.items()
-                        if name.startswith("lm_heads.")}
+        ids = draft_ids(state)
+        tensors |= {name: whole(t, ids, shape["vocab_size"]) for name, t in tensors.items()
+                    if name.startswith("lm_heads.")} | {"token_map": ids}
     return tensors
 
 
 def whole(rows: Tensor, ids: Tensor, V: int) -> Tensor:
-    """A projection [V, H] that proposes what `rows` [D, H] of these ids propose: every other row is the mean of the
-    first and the last of them, whose logit is never the largest."""
-    table = ((rows[0].float() + rows[-1].float()) / 2).to(rows.dtype).expand(V, -1).clone()
+    """A projection [V, H] that proposes what `rows` [D, H] of these ids propose: every other row is the mean of some of
+    them, whose logit is the largest nowhere. One by one in float64: the same bits on every machine."""
+    mean = sum(rows[i * (len(rows) - 1) // (MIXED - 1)].double() for i in range(MIXED)) / MIXED
+    table = mean.to(rows.dtype).expand(V, -1).clone()
     table[ids] = rows
     return table
 
@@ -187,7 +187,7 @@ def from_vllm(config: dict[str, Any], tensors: dict[str, Tensor]) -> Imported:
     H, V, shared = number(config, "hidden_size"), number(config, "vocab_size"), bool(config.get("original_lm_head"))
     D = number(config, "truncated_vocab_size") if config.get("truncated_vocab_size") is not None else V
     trained = mapping(mapping(config, "drafthouse"), "shape", "config.json: drafthouse.").get("draft_vocab_size")
-    widened = not shared and D == V and is_size(trained) and trained < V  # an export of this project, see vllm_tensors
+    widened = D == V and is_size(trained) and trained < V  # an export of this project, see vllm_tensors
     D = trained if widened else D
     named = {name.replace("medusa_heads.", ""): t for name, t in tensors.items()}
     token_map, notes = named.pop("token_map", None), []
