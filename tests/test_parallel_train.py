@@ -161,9 +161,10 @@ def test_the_plan_counts_every_parameter(base, options):
 
 
 def test_the_plan_knows_one_pass(tmp_path):
-    """At equal layers and K a draft costs less than EAGLE-3's K passes, and a training step moves its weights once;
-    dropped chains cost less than all of them."""
-    path = planned(tmp_path, SMOLLM2, drafter={"options": {"depth": 5}}, eval={"draft_length": 5})
+    """At equal layers, K and acceptance a draft costs less than EAGLE-3's K passes, and a training step moves its
+    weights once; dropped chains cost less than all of them."""
+    path = planned(tmp_path, SMOLLM2, drafter={"options": {"depth": 5}}, eval={"draft_length": 5},
+                   plan={"acceptance": [1.3, 3.0]})
     own = {"plan.hardware": "cpu", "drafter.kind": "parallel", "drafter.options.depth_share": "1.0"}
     parallel, dropped, chain = (planning.make(load_recipe(path, flags)) for flags in (
         own, own | {"drafter.options.depth_share": "0.7"},
