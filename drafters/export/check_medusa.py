@@ -1,8 +1,8 @@
 """Refuses a folder of Medusa heads that an engine would reject, or load with silently wrong results.
 
 vLLM (0.32) skips unknown tensors, leaves a missing projection as it was allocated, loads none of fewer rows than the
-vocabulary has, and takes the number of heads from any key whose name looks like it. Source: formats.md sections 3 and 8;
-cases 13, 18, 46, 47, 56. H hidden size, V target vocabulary, D draft vocabulary, K heads, n blocks a head.
+vocabulary has, and takes the number of heads from any key whose name looks like it. Source: formats.md sections 3 and
+8; cases 13, 18, 46, 47, 56. H hidden size, V target vocabulary, D draft vocabulary, K heads, n blocks a head.
 """
 
 from collections.abc import Iterator
