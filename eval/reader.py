@@ -80,6 +80,9 @@ class ReadDrafter:
             raise RunError(f"{folder}: cannot be read: {error}; export again") from None
         if "speculators_model_type" in self.config:
             self.read_speculators()
+        if self.config.get("draft_vocab_size") == self.config["vocab_size"]:  # a full vocabulary has no maps
+            self.weights.setdefault("d2t", torch.zeros(self.config["vocab_size"], dtype=torch.long))
+            self.weights.setdefault("t2d", torch.ones(self.config["vocab_size"], dtype=torch.bool))
         self.layers = self.config["eagle_aux_hidden_state_layer_ids"]
         self.mask = self.config.get("ptd_token_id")  # token of the places to come; None: one token a pass
         self.further = [f"layers.{i}" for i in range(1, self.config["num_hidden_layers"])]
@@ -103,16 +106,13 @@ class ReadDrafter:
 
     def read_speculators(self) -> None:
         """Takes the other layout's config (formats.md section 2) and names for the native ones: the decoder has a
-        config of its own, its layer is layers.0, and a full vocabulary has no maps."""
+        config of its own, and its layer is layers.0."""
         outer, inner = self.config, self.config["transformer_layer_config"]
         self.config = {**inner, **{key: outer[key] for key in (
-            "norm_before_residual", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")},
+            "norm_before_residual", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size")},
                        "ptd_token_id": outer.get("mask_token_id")}
         self.weights = {name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
                         for name, tensor in self.weights.items()}
-        if outer["draft_vocab_size"] == inner["vocab_size"]:
-            self.weights.setdefault("d2t", torch.zeros(inner["vocab_size"], dtype=torch.long))
-            self.weights.setdefault("t2d", torch.ones(inner["vocab_size"], dtype=torch.bool))
 
     def check_names(self, folder: Path) -> None:
         """Raises RunError where a tensor is missing, or is one that this reader leaves unused (case 13)."""

@@ -71,8 +71,6 @@ def tensors_of(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], 
     """Flat keys, names and shapes of the tensors that must be there; none may be missing."""
     keys = flat(config)
     names, _ = expected_tensors(keys)
-    if keys.get("draft_vocab_size") == keys.get("vocab_size"):
-        names = {name: shape for name, shape in names.items() if name not in ("d2t", "t2d")}
     return keys, {renamed(name): shape for name, shape in names.items()}, set()
 
 

@@ -169,7 +169,8 @@ def own_table(embedding: Tensor | None, state: dict[str, Tensor], meta: dict[str
 
 def native_tensors(state: dict[str, Tensor], meta: dict[str, Any], dtype: str, embedding: Tensor | None = None,
                    ) -> dict[str, Tensor]:
-    """Tensors of the export: floating ones in `dtype`, d2t int64 [D] offsets and t2d bool [V] as they are.
+    """Tensors of the export: floating ones in `dtype`, d2t int64 [D] offsets and t2d bool [V] as they are; no maps
+    where the draft vocabulary is the target's, for which vLLM has no place then.
 
     state: tensors of drafter.safetensors; embedding [V, H]: the target's, for a kind that has a row of its own in it.
     Which names must be there is checked by export/check.py. Raises ConfigError where `state` has no d2t of D entries:
@@ -181,7 +182,9 @@ def native_tensors(state: dict[str, Tensor], meta: dict[str, Any], dtype: str, e
     D, wanted = meta["shape"]["draft_vocab_size"], DTYPES[dtype]
     if "d2t" not in state or state["d2t"].shape != (D,):
         raise ConfigError(f"drafter.safetensors: d2t must have draft_vocab_size = {D} entries; train again")
-    return {name: (t.to(wanted) if t.is_floating_point() else t).contiguous() for name, t in state.items()}
+    mapped = D != meta["shape"]["vocab_size"]
+    return {name: (t.to(wanted) if t.is_floating_point() else t).contiguous() for name, t in state.items()
+            if mapped or name not in ("d2t", "t2d")}
 
 
 def state_from_native(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -66,11 +66,8 @@ def speculators_tensors(state: dict[str, Tensor], meta: dict[str, Any], dtype: s
 
     state: tensors of drafter.safetensors; embedding [V, H]: the target's. Raises ConfigError as `native_tensors` does.
     """
-    shape = meta["shape"]
     table = {} if KINDS[meta["kind"]].own_row else {TABLE: own_table(embedding, state, meta)}  # else it is in there
-    tensors = native_tensors(state | table, meta, dtype, embedding)
-    full = shape["draft_vocab_size"] == shape["vocab_size"]
-    return {renamed(name): tensor for name, tensor in tensors.items() if not (full and name in ("d2t", "t2d"))}
+    return {renamed(name): t for name, t in native_tensors(state | table, meta, dtype, embedding).items()}
 
 
 def renamed(name: str) -> str:

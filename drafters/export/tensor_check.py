@@ -42,6 +42,8 @@ FORBIDDEN = (
     ("model.", "the native names have no model. prefix"),
     ("input_norm.", "belongs to norm_before_fc, which only the speculators layout carries"),
     (MASK_HIDDEN, "belongs to a parallel drafter (P-EAGLE), whose config names the token of its masks"),
+    ("d2t", "the draft vocabulary is the target's, and vLLM has no place for a map then"),
+    ("t2d", "the draft vocabulary is the target's, and vLLM has no place for a map then"),
 )
 
 
@@ -78,6 +80,8 @@ def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[str, ...]]
     if config.get("fc_norm") is True and is_size(config.get("num_aux_hidden_states")):
         names |= {f"fc_norm.{i}.weight": ("Ht",) for i in range(config["num_aux_hidden_states"])}
     names[TABLE] = ("V", "H")
+    if is_size(config.get("vocab_size")) and config.get("draft_vocab_size") == config["vocab_size"]:
+        names = {name: symbols for name, symbols in names.items() if name not in INTEGER_TENSORS}
     # The target's own embedding fits only a drafter of the target's width, without a row of its own.
     shared = config.get("target_hidden_size", config.get("hidden_size")) == config.get("hidden_size")
     return names, {TABLE} if shared and not kind.own_row else set()
