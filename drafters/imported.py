@@ -12,6 +12,7 @@ from typing import Any
 
 from drafters import checkpoint, vocab
 from drafters.export.foreign import Imported
+from drafters.export.kinds import MASK_TOKEN
 from drafters.initial import check_fit, drafter_of, resolve, same_kind, taps_of
 from drafters.registry import entry, options_of
 from drafters.source import find, read
@@ -91,7 +92,8 @@ def check_own(section: Section, meta: dict[str, Any], folder: Path) -> None:
     export would then say what is not in them. What it started from may have decided options that are not stated."""
     same_kind(meta["kind"], section, folder)
     now, earlier = (asdict(options_of(section.kind, options)) for options in (section.options, meta["options"]))
-    stated = section.options if section.init_from else now
+    stated = set(section.options if section.init_from else now)
+    stated -= {MASK_TOKEN} if now.get(MASK_TOKEN) == -1 else set()  # training has looked for one
     changed = difference({key: earlier[key] for key in stated}, {key: now[key] for key in stated})
     if changed:
         raise ConfigError(f"{folder}: trained with other settings: drafter.options.{changed}; go back to those, or use "

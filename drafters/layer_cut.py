@@ -7,6 +7,7 @@ Legend: B rows, q tokens a row, p tokens of a level that are grown further, H hi
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from drafters.base import take
 from drafters.cache import RowCache
+from drafters.export.plain import write_model
 from drafters.fast_cpu import GROUPED
 from drafters.growth import growth
 from drafters.tree import Draft, Plan, planned
@@ -151,3 +153,10 @@ def cut(model: nn.Module, depth: int, kept: int) -> nn.Module:
             owner, _, leaf = name.rpartition(".")
             setattr(small.get_submodule(owner), leaf, theirs[name].clone())
     return small.eval().requires_grad_(False)
+
+
+def speculation(drafter: StandaloneLM, drafted: int, folder: Path) -> dict[str, Any]:
+    """vLLM's speculative_config that drafts the same (`vllm/v1/spec_decode/draft_model.py`, 0.32); the model that it
+    loads is written to `folder`. RunError where that is not what drafts here."""
+    write_model(drafter.model, folder)
+    return {"method": "draft_model", "model": str(folder.resolve()), "num_speculative_tokens": drafted}

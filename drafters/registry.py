@@ -15,7 +15,7 @@ FINAL = "final"  # what a target shows where it is the state after its final nor
 class Entry:
     """A drafter's module, which has `Options` (the dataclass of `drafter.options`), `build` (a fresh drafter) and
     `load` (a drafter from a checkpoint's parts), and the script that trains it. Without a script there is nothing to
-    train: `build` gives the drafter itself, and there are no checkpoints.
+    train: `build` gives the drafter itself, there are no checkpoints, and `speculation` says how vLLM drafts the same.
 
     reads: the states of the target that it drafts from: those that enter the tapped layers, the final one, or none.
 
@@ -43,6 +43,7 @@ TAPS = 3  # tapped layers, at least
 
 REGISTRY: dict[str, Entry] = {
     "eagle3": Entry("drafters.eagle3_build", "train/eagle3.py"),
+    "parallel": Entry("drafters.parallel", "train/parallel.py"),
     "medusa": Entry("drafters.medusa", "train/medusa.py", reads="final"),
     "lookup": Entry("drafters.lookup", reads="none"),
     "layer_cut": Entry("drafters.layer_cut", reads="none"),

@@ -82,10 +82,12 @@ def led(propose: Callable, following: Tensor) -> list[int] | None:
 def measure_curve(target: Target, drafter: Drafter, context: int, widths: list[int], levels: int, grown: list[int],
                   batch: int = 1, repeats: int = 7) -> Curve:
     """Milliseconds of target passes over 1 and `widths` tokens a row, and of a level of drafting that goes on from 1
-    and from `grown` nodes, behind `context` tokens."""
-    device, most = target.device, max(widths)
+    and from `grown` nodes, behind `context` tokens; of a drafter that has all levels in one pass, that pass for one
+    level and for all of them."""
+    device, most, one_pass = target.device, max(widths), getattr(drafter, "one_pass", False)
     plans: dict[int, Plan] = {1: chain(levels)}
     plans |= {n: DynamicTree(levels, n, levels * n) for n in grown if n > 1 and levels > 1}
+    plans |= {0: chain(1)} if one_pass else {}
     cache = target.new_cache(batch, context + most)
     ids = torch.ones(batch, context, dtype=torch.long, device=device)
     positions = torch.arange(context, device=device).expand(batch, -1).contiguous()
@@ -106,9 +108,12 @@ def measure_curve(target: Target, drafter: Drafter, context: int, widths: list[i
         f"verify {n}": lambda n=n: target.forward(block[:, :n], ahead[:, :n], cache) for n in {1, *widths}}
     works |= {f"draft {n}": lambda plan=plan: draft(plan) for n, plan in plans.items()}
     times = medians_in_turns(works, device, repeats)
-    first = times["draft 1"] / levels
-    rest = {n: (times[f"draft {n}"] - first) / (levels - 1) for n in plans if n > 1}  # the first level has one node
-    return Curve(times["verify 1"], {n: times[f"verify {n}"] for n in {1, *widths}}, {1: first, **rest}, batch)
+    verify, every = {n: times[f"verify {n}"] for n in {1, *widths}}, times["draft 1"]
+    first, common = (0.0, every) if one_pass else (every / levels, every / levels)
+    # Of a tree the first level has one node.
+    rest = {n: max(0.0, (times[f"draft {n}"] - common) / (levels - 1)) for n in plans if n > 1}
+    passes = {1: times["draft 0"], levels: every} if one_pass else {}
+    return Curve(times["verify 1"], verify, {1: first, **rest}, batch, passes)
 
 
 def measured_choice(target: Target, drafter: Drafter, prompts: list[list[int]], section: Eval) -> Choice:

@@ -78,7 +78,7 @@ def training(recipe: Recipe, size: DraftSize, load: Load) -> Training:
                     section.accumulation, section.validate_every, section.save_every,
                     section.validation_draft_length, section.keep, recipe.plan.zero_stage,
                     section.dtype == "bfloat16", "stored" if recipe.trace.mode == "store" else "computed", kept,
-                    recipe.trace.dtype)
+                    recipe.trace.dtype, getattr(options, "depth_floor", 0.0))
 
 
 def judging(recipe: Recipe, size: DraftSize) -> Judging:

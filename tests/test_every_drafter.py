@@ -13,7 +13,8 @@ from drafters.tree import DynamicTree, StaticTree, chain
 from eval.decode import Decoder
 
 # Those that a tiny target needs
-OPTIONS = {"eagle3": {"draft_vocab_size": 40}, "medusa": {"draft_vocab_size": 40}, "layer_cut": {"layers": 5}}
+OPTIONS = {"eagle3": {"draft_vocab_size": 40}, "parallel": {"draft_vocab_size": 40, "num_layers": 2},
+           "medusa": {"draft_vocab_size": 40}, "layer_cut": {"layers": 5}}
 CHAINS_ONLY = {"lookup"}
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 PLANS = {"chain": chain(3), "static": TREE, "dynamic": DynamicTree(3, 3, 8)}
