@@ -112,6 +112,8 @@ def test_the_cache_holds_the_longest_request(world, capsys):
     load = {"name": "chat", "demand_tok_s": 1e4, "input_tokens": 1500, "report": str(world / "ours.json")}
     (world / "fleet.yaml").write_text(yaml.safe_dump([load]))
     argv = ["plan", "--fleet", str(world / "fleet.yaml"), "--roi.longest_tokens", "1000"]
+    assert call(roi.COMMAND, world / "r.yaml", *argv, "--reports", "x") == 2
+    assert "--reports: a fleet's workloads name their own" in capsys.readouterr().err
     assert call(roi.COMMAND, world / "r.yaml", *argv) == 2
     (world / "fleet.yaml").write_text(yaml.safe_dump([load | {"longest_tokens": 2000}]))
     assert call(roi.COMMAND, world / "r.yaml", *argv) == 0
@@ -177,6 +179,8 @@ def test_steps_that_cannot_be_are_refused():
         calibrate(changed(0, 3.0))
     with pytest.raises(Refusal, match=r"refused \(4\): points\[1\] .*: a speedup of 1.25 is above the acceptance"):
         calibrate(changed(1, 0.8 * points[0]))
+    with pytest.raises(Refusal, match=r"refused \(8\): tensor parallelism of 3 divides neither"):
+        calibrate(replace(made, tensor_parallel=3))
     assert calibrate(changed(1, 0.95 * points[0])) and calibrate(changed(0, 4.3))
 
 
