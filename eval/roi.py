@@ -105,6 +105,8 @@ def plan(recipe: Recipe, options: Options, words: list[str]) -> None:
     calibration = read_calibration(Path(options.calibration or folder / "calibration.json"))
     planner, target = serving(recipe, calibration)
     bits = quantised(recipe)
+    if options.fleet and options.reports:
+        raise ConfigError("--reports: a fleet's workloads name their own; leave it out")
     if options.fleet:
         loads = roi_fleet.read_fleet(Path(options.fleet))
         pairs = [(load, methods_of(planner, [load.report], roi_fleet.planner_of(planner, load).section.domain, bits)[0])

@@ -201,10 +201,12 @@ class Calibration:
 def require_possible(steps: Steps) -> None:
     """Refusal 4 for an engine's step that no run can have, three times what repeated runs differ by allowed for: one
     that reads the weights faster than the memory, or a cycle shorter than the plain step beside it, whose speedup would
-    be above its acceptance length. The loop's steps are this project's own, on hardware that was measured."""
+    be above its acceptance length; 8 for GPUs that cannot share the heads. The loop's steps are this project's own, on
+    hardware that was measured."""
     if steps.profile == "loop":
         return
     place, slack = steps.place(), 1 + 3 * NOISE
+    refuse.split_replica(1, steps.tensor_parallel, place.shape)
     plain = {(p.rows, p.context): p.ms for p in steps.points if p.what == "step" and not p.K}
     for number, p in enumerate(steps.points):
         where = f"points[{number}] ({p.what}, rows {p.rows}, K {p.K}, {p.ms:g} ms)"

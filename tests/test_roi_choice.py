@@ -31,17 +31,17 @@ LOOKUP = {"name": "lookup", "kind": "lookup", "per_position": [0.5, 0.4, 0.3], "
 def test_nobody_trains_a_lookup(world, capsys):
     """48 GPU hours of the recipe's drafter are paid back by it alone; with two trained ones each says its own."""
     (world / "lookup.json").write_text(json.dumps(acceptance(**LOOKUP)))
-    assert planned(world, str(world / "lookup.json")) == 0
+    assert planned(world, str(world / "lookup.json"), "--price", "0") == 0
     money = found(world)["money"]
     assert money["ours"]["training"] == {"gpu_hours": 48.0, "from": "as given"}
     assert "training" not in money["lookup"] and money["lookup"]["payback_days"] is None
     assert "Training lookup" not in capsys.readouterr().out
     (world / "theirs.json").write_text(json.dumps(acceptance(name="theirs", training_gpu_hours=9.0)))
-    assert planned(world, str(world / "theirs.json")) == 0
+    assert planned(world, str(world / "theirs.json"), "--price", "0") == 0
     money = found(world)["money"]
     assert "training" not in money["ours"] and money["theirs"]["training"]["gpu_hours"] == 9.0
     (world / "theirs.json").write_text(json.dumps(acceptance(name="theirs")))
-    assert planned(world, str(world / "theirs.json")) == 0
+    assert planned(world, str(world / "theirs.json"), "--price", "0") == 0
     assert any("roi.training_gpu_hours = 48 is of one drafter, and which" in n for n in found(world)["notes"])
 
 
@@ -64,7 +64,7 @@ def test_hours_are_those_of_the_reports_run(world):
 
 def test_the_best_of_each_batch_and_load_is_printed(world, capsys):
     """Every interval of the plan, in words; loads are judged by whole replicas."""
-    assert planned(world, "--roi.slo_ms", "9") == 0
+    assert planned(world, "--roi.slo_ms", "9", "--price", "0") == 0
     out, plan = capsys.readouterr().out, found(world)
     assert out.count("best at batch") == len(plan["choice"]) and "misses the SLO" in out
     assert out.count("best for ") == len(plan["choice_by_load"]) >= 2
@@ -99,7 +99,7 @@ def test_what_keeps_no_slo_is_said_of_plain_decoding_too(world, capsys):
 def test_names_with_brackets_are_printed_as_they_are(world, capsys):
     """A name that looks like markup of the terminal's table."""
     (world / "ours.json").write_text(json.dumps(acceptance(name="[/red]x[b]")))
-    assert planned(world) == 0 and "[/red]x[b]" in capsys.readouterr().out
+    assert planned(world, "--price", "0") == 0 and "[/red]x[b]" in capsys.readouterr().out
 
 
 def test_the_cache_holds_the_longest_request(world, capsys):
@@ -112,6 +112,8 @@ def test_the_cache_holds_the_longest_request(world, capsys):
     load = {"name": "chat", "demand_tok_s": 1e4, "input_tokens": 1500, "report": str(world / "ours.json")}
     (world / "fleet.yaml").write_text(yaml.safe_dump([load]))
     argv = ["plan", "--fleet", str(world / "fleet.yaml"), "--roi.longest_tokens", "1000"]
+    assert call(roi.COMMAND, world / "r.yaml", *argv, "--reports", "x") == 2
+    assert "--reports: a fleet's workloads name their own" in capsys.readouterr().err
     assert call(roi.COMMAND, world / "r.yaml", *argv) == 2
     (world / "fleet.yaml").write_text(yaml.safe_dump([load | {"longest_tokens": 2000}]))
     assert call(roi.COMMAND, world / "r.yaml", *argv) == 0
@@ -158,7 +160,7 @@ def test_other_parallelism_names_the_field(world, capsys):
 
 def test_loads_reach_the_demand(world, capsys):
     """However large it is, within reason."""
-    assert planned(world, "--demand", "5e6") == 0
+    assert planned(world, "--demand", "5e6", "--price", "0") == 0
     assert found(world)["loads"][-1]["tok_s"] == pytest.approx(7.5e6)
     for flag, value in (("--demand", "1e13"), ("--price", "1e7")):
         assert planned(world, flag, value) == 2 and "must be at most" in capsys.readouterr().err
@@ -177,6 +179,8 @@ def test_steps_that_cannot_be_are_refused():
         calibrate(changed(0, 3.0))
     with pytest.raises(Refusal, match=r"refused \(4\): points\[1\] .*: a speedup of 1.25 is above the acceptance"):
         calibrate(changed(1, 0.8 * points[0]))
+    with pytest.raises(Refusal, match=r"refused \(8\): tensor parallelism of 3 divides neither"):
+        calibrate(replace(made, tensor_parallel=3))
     assert calibrate(changed(1, 0.95 * points[0])) and calibrate(changed(0, 4.3))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from eval.roi_calibrate import Observation, errors, fit, left_out
 from eval.roi_names import draft_of, place_of
-from eval.roi_validate import lines, validate
+from eval.roi_validate import judge, lines, validate
 from recipes import money
 from recipes.cost import Format, Pass, pass_seconds, pnorm, weights_per_gpu
 from recipes.errors import ConfigError
@@ -253,7 +253,10 @@ def test_public_points():
     said = lines(judged)
     assert said[-1] == f"{sum(j.within for j in judged)} of 12 within tolerance" and "leave one out" in said[-2]
     by_name = {j.name: j for j in judged}
-    assert by_name["10-hy3-mtp3-c32"].predicted > by_name["12-hy3-mtp3-c8"].predicted > 1.5, "experts saturate"
+    wide = next(p for p in json.loads((DATA / "fixtures.json").read_text()) if p["id"] == "10-hy3-mtp3-c32")
+    four = judge(wide | {"B": 4}, json.loads((DATA / "models.json").read_text()), "").predicted
+    assert by_name["10-hy3-mtp3-c32"].predicted > four > 1.5, "it must not fall from 4 to 32 rows: experts saturate"
+    assert by_name["10-hy3-mtp3-c32"].predicted > by_name["12-hy3-mtp3-c8"].predicted > 1.5
     assert all(j.interval[0] < j.predicted < j.interval[1] for j in judged)
 
 

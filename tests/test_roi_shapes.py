@@ -13,7 +13,7 @@ from recipes.named_shapes import MLA_HEAD, named, short_shape, table
 
 DATA = Path(__file__).parent / "roi"
 CONFIGS, TOTALS = (json.loads((DATA / name).read_text())["models"] for name in ("configs.json", "parameters.json"))
-UNSOURCED = {"qwen3-4b", "ling-flash-2.0", "hy3-295b-a21b"}  # hy3's are derived, as its note says
+UNSOURCED = {"hy3-295b-a21b"}  # derived, as its note says
 
 
 def short_of(c: dict) -> dict:
