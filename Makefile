@@ -36,7 +36,7 @@ help:
 	@echo "make compare     ARGS=\"A/report.json B/report.json\": reports of several runs, with significance"
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make layers      searches the target layers that feed a drafter best, on a part of the traces (docs/training.md)"
-	@echo "make serve-check a real vLLM serves the export: same greedy ids, the report's acceptance (docs/serve-check.md)"
+	@echo "make serve-check a real vLLM drafts the same: same greedy ids, the report's acceptance (docs/serve-check.md)"
 	@echo "make doctor      where training, loop, second reader and engine part, stage by stage (docs/doctor.md)"
 	@echo "make publish     REPO=org/name: a checked export with its model card, private (docs/publish.md)"
 	@echo "make bench       ARGS=\"--only NAME\": speeds, each in turns with what it is compared with (docs/bench.md)"

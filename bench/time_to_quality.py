@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import PositiveFloat
@@ -52,6 +52,9 @@ class Options(Peers):
     length: PositiveFloat = opt(1.6, "mean acceptance length that is to be reached")
     depths: list[PositiveInt] = opt([3, 7], "unrolled steps K, each a training")
     peer_lrs: list[PositiveFloat] = opt([3e-4, 1e-3, 3e-3], "peak learning rates of the peers; the best counts")
+    peer_optimizer: Literal["adamw", "own"] = opt(
+        "adamw", "own: what speculators trains with by default, Muon for its matrices; it orthogonalises them in "
+                 "bfloat16, which a CPU without such products takes half a minute for; specforge has AdamW only")
     judges: PositiveInt = opt(60, "conversations of the training split that are held out and judge")
     judge_every: PositiveInt = opt(50, "optimizer steps between checkpoints that are judged")
     max_seconds: PositiveFloat = opt(3600.0, "seconds of training after which a unit gives up")
@@ -139,16 +142,18 @@ class Trainings:
     def settings(self, unit: Unit) -> dict[str, Any]:
         """What a unit's result depends on."""
         o = self.options
+        theirs = {} if unit.side == OWN else {"optimizer": o.peer_optimizer}
         return {"unit": asdict(unit), "train": asdict(self.recipe.train), "drafter": self.recipe.drafter.options,
                 "traces": self.traces.reader.manifest["key"], "judges": self.traces.judges, "length": o.length,
                 "judge_every": o.judge_every, "max_seconds": o.max_seconds, "compile": o.compile,
-                "threads": torch.get_num_threads()}
+                "threads": torch.get_num_threads(), **theirs}
 
     def opening(self, unit: Unit, tables: Path) -> dict[str, Any]:
         options = asdict(self.own(unit.depth, unit.start)) if unit.side == OWN else {}
         return {"tables": str(tables), "threads": torch.get_num_threads(), "seed": self.recipe.train.seed,
                 "shape": asdict(self.shape), "depth": unit.depth, "compile": self.options.compile, "style": "own",
-                "optimizer": "own", "options": options, "layers": self.layers, "train": asdict(self.recipe.train)}
+                "optimizer": self.options.peer_optimizer, "options": options, "layers": self.layers,
+                "train": asdict(self.recipe.train)}
 
     def run(self, unit: Unit, python: str) -> Outcome:
         """Trains until the length is reached, the time is over or the schedule ends."""

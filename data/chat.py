@@ -134,7 +134,11 @@ def reply_message(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> Mess
     Control tokens are dropped, as servers do. Reasoning goes to its own field where the template reads one, otherwise
     the raw text is the content and the template parses it or not.
     """
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    return said_message(tokenizer, tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def said_message(tokenizer: PreTrainedTokenizerBase, text: str) -> Message:
+    """The same of a reply's text."""
     if THOUGHT in text and "reasoning_content" in str(tokenizer.chat_template):
         reasoning, answer = reasoning_of({"content": text.lstrip()})
         return {"role": "assistant", "content": answer.lstrip("\n"), "reasoning_content": reasoning.strip("\n")}

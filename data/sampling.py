@@ -4,6 +4,8 @@ Legend: B rows, V vocabulary. Probabilities are float32 whatever the model's dty
 """
 
 import hashlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +55,22 @@ def row_seed(seed: int, row_id: str, size: int) -> int:
 def row_generator(seed: int, row_id: str) -> torch.Generator:
     """A generator that depends on the seed and the row's id only, not on the batch it is decoded in."""
     return torch.Generator().manual_seed(row_seed(seed, row_id, 8))
+
+
+def row_names(prompts: Sequence[Sequence[int]]) -> list[str]:
+    """A name of each prompt's row: its ids, and how many prompts like it stand before it."""
+    before: Counter = Counter()
+    found = []
+    for prompt in prompts:
+        ids = " ".join(map(str, prompt))
+        found.append(f"{before[ids]}:{ids}")
+        before[ids] += 1
+    return found
+
+
+def row_uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
+    """The next `count` numbers of each row's own generator, [B, count] in [0, 1), on the CPU."""
+    return torch.stack([torch.rand(count, generator=one, dtype=torch.float64) for one in generators])
 
 
 def penalised(logits: Tensor, penalty: float, seen: Tensor) -> Tensor:

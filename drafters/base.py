@@ -121,6 +121,7 @@ class Drafter(Protocol):
     `session` and `meta` alone; any may have `remarks()`, lines that a report shows beside its figures."""
 
     vocabulary_modules: tuple[str, ...]  # submodules whose matrices have a row for each token: heads, embeddings
+    one_pass: bool  # whether all levels of a draft are one pass; a drafter without it takes a pass for each
     longest: int  # most tokens of a draft; a drafter without it drafts as many as it is asked for
 
     def count(self, batch: Batch) -> int:

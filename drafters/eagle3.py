@@ -31,16 +31,10 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass
-class Options:
-    """`drafter.options` of a recipe with kind eagle3."""
+class Shared:
+    """`drafter.options` of every kind with EAGLE-3's layers and losses."""
 
     draft_vocab_size: PositiveInt = opt(4096, "D: target tokens the drafter can propose")
-    depth: PositiveInt = opt(3, "K: unrolled steps of the training-time test")
-    first_depth: PositiveInt = opt(1, "unrolled steps at the start of the run")
-    deepen_at: float = opt(0.25, "share of the run after which all `depth` steps are unrolled")
-    deepen: list[tuple[Share, PositiveInt]] = opt([], "further pairs of a share of the run and the steps unrolled from "
-                                                      "there on, e.g. [[0.6, 5], [0.8, 7]]")
-    depth_share: Share = opt(1.0, "share of the chains that goes on from each step, at random")
     loss: Literal["kl", "reverse_kl", "tv", "lk"] = opt("kl", "divergence from the target, or its acceptance: tv, and "
                                                               "lk, which goes from kl to tv as acceptance grows")
     labels: Literal["distribution", "greedy", "token"] = opt(
@@ -54,17 +48,32 @@ class Options:
     feature_loss: NonNegativeFloat = opt(0.0, "weight of the distance to the target's final state")
     train_head: bool = opt(True, "train the output head (it starts as the target's)")
     tap_norms: bool = opt(False, "a norm for each tap before fusing (EAGLE-3.1; docs/export.md says which engines)")
-    feedback: Literal["pre_norm", "post_norm"] = opt("pre_norm", "state fed to the next step (post_norm: EAGLE-3.1)")
     norm_before_residual: bool = opt(False, "residual takes the normed state (vLLM only)")
     intermediate_size: NonNegativeInt = opt(0, "MLP width; 0 is the target's")
+
+    def __post_init__(self) -> None:
+        if self.loss == "reverse_kl" and self.labels != "distribution":
+            raise ValueError(f"reverse_kl is infinite by labels: {self.labels}; use labels: distribution, or loss: kl")
+
+
+@dataclass
+class Options(Shared):
+    """`drafter.options` of a recipe with kind eagle3."""
+
+    depth: PositiveInt = opt(3, "K: unrolled steps of the training-time test")
+    first_depth: PositiveInt = opt(1, "unrolled steps at the start of the run")
+    deepen_at: float = opt(0.25, "share of the run after which all `depth` steps are unrolled")
+    deepen: list[tuple[Share, PositiveInt]] = opt([], "further pairs of a share of the run and the steps unrolled from "
+                                                      "there on, e.g. [[0.6, 5], [0.8, 7]]")
+    depth_share: Share = opt(1.0, "share of the chains that goes on from each step, at random")
+    feedback: Literal["pre_norm", "post_norm"] = opt("pre_norm", "state fed to the next step (post_norm: EAGLE-3.1)")
     num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = opt(1, "decoder layers, 1 or 2 (2: vLLM only)")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         shares = [self.deepen_at, *(share for share, _ in self.deepen)]
         if shares != sorted(shares):
             raise ValueError(f"the shares of deepen_at and deepen must rise: {shares}")
-        if self.loss == "reverse_kl" and self.labels != "distribution":
-            raise ValueError(f"reverse_kl is infinite by labels: {self.labels}; use labels: distribution, or loss: kl")
 
     @property
     def stages(self) -> list[tuple[float, int]]:
@@ -211,7 +220,7 @@ class Eagle3(nn.Module):
                           batch.positions, UnrollMemory(chains.at, batch.starts, self.options.num_layers), depth,
                           choose=lambda k, output: chains.token(k), select=chains.at,
                           thin=chains.thin if self.options.depth_share < 1 else None)
-        steps = gather(chains, unrolled)
+        steps = gather((chains, output) for output in unrolled)
         return unrolled_loss(steps, self.norm(steps.outputs), self.lm_head, self.aim(), batch.final,
                              self.options.feature_loss)
 

@@ -1,18 +1,20 @@
 """What the registry calls for drafter.kind eagle3: a fresh drafter for a target, and one from a checkpoint's parts.
+Kinds with the same layers are built by the same two functions.
 
 Legend: H hidden, D draft vocabulary.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from drafters import vocab
-from drafters.eagle3 import Eagle3, Options
+from drafters.eagle3 import Eagle3, Options, Shared
 from drafters.export.check import ROPE_NEEDS
 from drafters.export.foreign import check_tensors
 from drafters.export.foreign_values import rope_of
+from drafters.export.kinds import KINDS
 from drafters.layers import Shape
 from drafters.placement import weight_of
 from recipes.draft_cost import DraftSize
@@ -21,22 +23,27 @@ from recipes.model_shape import ModelShape
 
 # Acceptance lengths that `make plan` takes for the worst and the best case, and why these.
 EXPECTED_LENGTHS = ((1.3, 3.0), "a good EAGLE-3 chain to an early drafter on few tokens")
+Built = TypeVar("Built", bound=Eagle3)
 
 
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> Eagle3:
-    """A fresh drafter for a loaded target (drafters.target.Target with taps): vocabulary, sizes, first weights.
+    """A fresh drafter for a loaded target (drafters.target.Target with taps); see `fresh`."""
+    return fresh(Eagle3, options, target, counts, seed)
+
+
+def fresh(kind: type[Built], options: Shared, target: Any, counts: dict[int, int], seed: int) -> Built:
+    """A drafter of this kind with its vocabulary, sizes and first weights.
 
     Raises ConfigError for rotary settings that no export can state: nobody is to train what cannot be served.
     """
-    kind = target.config.rope_parameters.get("rope_type", "default")
-    if kind not in ROPE_NEEDS:
-        raise ConfigError(f"target.model = {target.section.model}: rope_type = {kind!r}: engines load drafters with "
+    rotary = target.config.rope_parameters.get("rope_type", "default")
+    if rotary not in ROPE_NEEDS:
+        raise ConfigError(f"target.model = {target.section.model}: rope_type = {rotary!r}: engines load drafters with "
                           f"{', '.join(ROPE_NEEDS)} alone")
     ids = vocab.build(counts, options.draft_vocab_size, target.vocab_size, vocab.forced(target))
     torch.manual_seed(seed)
-    drafter = Eagle3(options, Shape.from_target(target.config, options.draft_vocab_size,
-                                                        options.intermediate_size), target.layers, ids,
-                     target.embedding.clone(), target.head_weight.clone())
+    shape = Shape.from_target(target.config, options.draft_vocab_size, options.intermediate_size)
+    drafter = kind(options, shape, target.layers, ids, target.embedding.clone(), target.head_weight.clone())
     with torch.no_grad():
         initialise(drafter)
         if options.start == "target_layer":
@@ -46,7 +53,13 @@ def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> E
 
 def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: dict[str, Tensor],
          target: Any) -> Eagle3:
-    """A drafter from a checkpoint's parts, on a loaded target.
+    """A drafter from a checkpoint's parts, on a loaded target; see `restored`."""
+    return restored(Eagle3, options, shape, layers, tensors, target)
+
+
+def restored(kind: type[Built], options: Shared, shape: dict[str, Any], layers: list[int],
+             tensors: dict[str, Tensor], target: Any) -> Built:
+    """A drafter of this kind from a checkpoint's parts.
 
     Raises ConfigError where tensors are missing, unexpected, of another shape or number of layers, or for another
     vocabulary.
@@ -65,14 +78,14 @@ def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: di
         raise ConfigError(f"tensors d2t {list(d2t.shape)} and t2d {list(t2d.shape)}: draft_vocab_size = "
                           f"{own.draft_vocab_size} and vocab_size = {own.vocab_size} imply others")
     vocab.check(d2t, t2d)
-    stored = 1 + len({name.split(".")[1] for name in rest if name.startswith("layers.")})
-    if stored != options.num_layers:
-        raise ConfigError(f"the checkpoint has tensors of {stored} decoder layer(s), but options.num_layers = "
+    depth = 1 + len({name.split(".")[1] for name in rest if name.startswith("layers.")})
+    if depth != options.num_layers:
+        raise ConfigError(f"the checkpoint has tensors of {depth} decoder layer(s), but options.num_layers = "
                           f"{options.num_layers}; restore its drafter.json and drafter.safetensors")
     # Before anything of the stated sizes is allocated.
-    check_tensors(rest, None, shape, options.tap_norms, "own", layers, options.num_layers)
-    drafter = Eagle3(options, own, layers, vocab.ids_of(d2t), target.embedding.clone(),
-                     target.head_weight.clone())
+    check_tensors(rest, None, shape, options.tap_norms, "own", layers, options.num_layers, KINDS[kind.kind],
+                  stored=True)
+    drafter = kind(options, own, layers, vocab.ids_of(d2t), target.embedding.clone(), target.head_weight.clone())
     drafter.load_state_dict(rest)
     return drafter
 

@@ -69,10 +69,10 @@ class Hybrid(nn.Module):
         return plan
 
     def looked_up(self, plan: Plan) -> Plan:
-        """What the first is asked for: a chain as deep, where it cannot follow the plan itself."""
+        """What the first is asked for: where it cannot follow the plan itself, a chain as deep, of no more tokens."""
         if isinstance(plan, DynamicTree) and "dynamic trees" in entry(self.first.kind).drafts:
             return plan
-        return chain(plan.depth)
+        return chain(min(plan.depth, plan.nodes))
 
     def session(self, rows: int, capacity: int) -> "HybridSession":
         return HybridSession(self, rows, capacity)

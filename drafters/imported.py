@@ -12,12 +12,13 @@ from typing import Any
 
 from drafters import checkpoint, vocab
 from drafters.export.foreign import Imported
+from drafters.export.kinds import MASK_TOKEN
 from drafters.initial import check_fit, drafter_of, resolve, same_kind, taps_of
 from drafters.registry import entry, options_of
 from drafters.source import find, read
 from drafters.target import Target
 from recipes.errors import ConfigError
-from recipes.files import sha256_file, sha256_json, sync_folder
+from recipes.files import locked, sha256_file, sha256_json, sync_folder
 from recipes.provenance import difference
 from recipes.schema import Drafter as Section
 
@@ -86,8 +87,10 @@ def chosen(section: Section, run: Path, target: Target) -> Path:
     stated = {key: value for key, value in section.options.items() if key in found.unsaid}
     options = resolve(found, stated, target, "keep", str(folder))
     out = run / checkpoint.IMPORTED / sha256_json([digest, fingerprint, options])[:16]
-    if not (out / checkpoint.META).is_file():
-        convert(found, options, layers, target, out, {"model": target.section.model, "fingerprint": fingerprint})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with locked(out.parent):  # two stages at once may want it
+        if not (out / checkpoint.META).is_file():
+            convert(found, options, layers, target, out, {"model": target.section.model, "fingerprint": fingerprint})
     return out
 
 
@@ -96,7 +99,8 @@ def check_own(section: Section, meta: dict[str, Any], folder: Path) -> None:
     export would then say what is not in them. What it started from may have decided options that are not stated."""
     same_kind(meta["kind"], section, folder)
     now, earlier = (asdict(options_of(section.kind, options)) for options in (section.options, meta["options"]))
-    stated = section.options if section.init_from else now
+    stated = set(section.options if section.init_from else now)
+    stated -= {MASK_TOKEN} if now.get(MASK_TOKEN) == -1 else set()  # training has looked for one
     changed = difference({key: earlier[key] for key in stated}, {key: now[key] for key in stated})
     if changed:
         raise ConfigError(f"{folder}: trained with other settings: drafter.options.{changed}; go back to those, or use "
@@ -108,7 +112,6 @@ def convert(found: Imported, options: dict[str, Any], layers: list[int], target:
     """Writes the imported drafter as a checkpoint, whole."""
     drafter = drafter_of(found, found.ids.sort().values, layers, options_of(found.kind, options), target, longer=False)
     vocab.check(drafter.d2t, drafter.t2d)
-    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         checkpoint.save(temporary, drafter.tensors(), {**drafter.meta(), "target": origin})

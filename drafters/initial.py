@@ -13,6 +13,7 @@ from torch import Tensor
 
 from drafters import checkpoint, vocab
 from drafters.export.foreign import Imported
+from drafters.export.kinds import MASK_EMBEDDING, MASK_TOKEN
 from drafters.registry import entry, options_of
 from drafters.source import FIELD, find, read
 from drafters.target import Target, default_layers
@@ -68,6 +69,8 @@ def drafter_of(found: Imported, ids: Tensor, layers: list[int], options: Any, ta
     """The drafter of an imported checkpoint with draft vocabulary `ids` [D], on a loaded target that it fits. longer:
     it is to be trained, for all positions of the target, where its rotary kind knows no longest one."""
     tensors = {name: t.float() for name, t in found.tensors.items()}
+    if found.own_row is not None:  # engines embed the masks by the target's row where the folder has no table
+        tensors.setdefault(MASK_EMBEDDING, target.embedding[found.own_row].float().cpu())
     tensors |= {name: head_rows(head, found.ids, ids, target.head_weight)
                 for name, head in heads_of(found, target).items()}
     tensors |= dict(zip(("d2t", "t2d"), vocab.maps(ids, target.vocab_size)))
@@ -115,10 +118,16 @@ def check_fit(found: Imported, target: Target, where: str) -> list[int]:
     if layers != target.layers:
         raise ConfigError(f"{said_layers(found, layers, where)}, but the target is tapped at {target.layers}; set "
                           f"trace.layers: {layers} and run `make trace` under another name")
-    if found.embedding is not None and not same_values(found.embedding, target.embedding.cpu()):
+    tables = [] if found.embedding is None else without(found.own_row, found.embedding, target.embedding.cpu())
+    if tables and not same_values(*tables):
         raise ConfigError(f"{where}: embed_tokens.weight is not the embedding of target.model = {model}, which the "
                           "drafter here reads: it is for another target, or trained its own")
     return layers
+
+
+def without(row: int | None, *tables: Tensor) -> list[Tensor]:
+    """The tables [V, H] without this row, where one is named."""
+    return [t if row is None else torch.cat([t[:row], t[row + 1 :]]) for t in tables]
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
@@ -145,6 +154,8 @@ def resolve(found: Imported, stated: dict[str, Any], target: Target, vocabulary:
         wanted = stated.get(name, said)
         if name == "intermediate_size":
             wanted = wanted or target.config.intermediate_size
+        if name == MASK_TOKEN and wanted == -1:
+            wanted = said
         if name == "draft_vocab_size":
             wanted = wanted or target.vocab_size
         if name == "draft_vocab_size" and vocabulary == "rebuild":

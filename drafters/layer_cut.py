@@ -7,6 +7,7 @@ Legend: B rows, q tokens a row, p tokens of a level that are grown further, H hi
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from drafters.base import take
 from drafters.cache import RowCache
+from drafters.export.plain import write_model
 from drafters.fast_cpu import GROUPED
 from drafters.growth import growth
 from drafters.tree import Draft, Plan, planned
@@ -98,16 +100,22 @@ class LMSession:
         self.pending = tuple(part[rows] for part in self.pending)
 
     def join(self, other: "LMSession") -> None:
-        """The joining rows' prompts are run first, so that their last token alone is pending; so are this session's own
-        where it has not drafted yet."""
+        """Joining prompts are run first, so that their last token alone is pending; this session's own too, where a
+        row ended with its first token, before anything was drafted."""
         if not self.cache.width:
-            self.drafter.states(*self.pending[:2], self.cache)
-        tokens, positions, last = other.pending
-        other.drafter.states(tokens, positions, other.cache)
+            self.settle()
+        other.settle()
         self.cache.join(other.cache)
         width = self.pending[0].shape[1]
-        settled = take(tokens, last).expand(-1, width), take(positions, last).expand(-1, width), torch.zeros_like(last)
+        tokens, positions, last = other.pending
+        settled = tokens.expand(-1, width), positions.expand(-1, width), last
         self.pending = tuple(torch.cat(pair) for pair in zip(self.pending, settled))
+
+    def settle(self) -> None:
+        """Runs what is pending and leaves each row's last token alone pending."""
+        tokens, positions, last = self.pending
+        self.drafter.states(tokens, positions, self.cache)
+        self.pending = take(tokens, last), take(positions, last), torch.zeros_like(last)
 
 
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> StandaloneLM:
@@ -145,3 +153,10 @@ def cut(model: nn.Module, depth: int, kept: int) -> nn.Module:
             owner, _, leaf = name.rpartition(".")
             setattr(small.get_submodule(owner), leaf, theirs[name].clone())
     return small.eval().requires_grad_(False)
+
+
+def speculation(drafter: StandaloneLM, drafted: int, folder: Path) -> dict[str, Any]:
+    """vLLM's speculative_config that drafts the same (`vllm/v1/spec_decode/draft_model.py`, 0.32); the model that it
+    loads is written to `folder`. RunError where that is not what drafts here."""
+    write_model(drafter.model, folder)
+    return {"method": "draft_model", "model": str(folder.resolve()), "num_speculative_tokens": drafted}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recipes.errors import ConfigError
 
 MOST_LAYERS = 2  # decoder layers of a drafter that are tested, and that engines are known to load
+MOST_PARALLEL_LAYERS = 4  # of one that drafts in parallel, which vLLM alone serves
 
 
 def check_sizes(form: type, values: Any) -> None:

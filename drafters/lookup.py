@@ -5,12 +5,15 @@ Saxena 2023, "Prompt lookup decoding". Legend: B rows, q tokens a row, K draft l
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from drafters.export import untrained
 from drafters.tree import Draft, Plan, planned
+from recipes.errors import ConfigError
 from recipes.schema import PositiveInt, opt
 
 
@@ -21,7 +24,7 @@ class Options:
     longest: PositiveInt = opt(3, "longest run of last tokens that is looked up; the longest that occurred before wins")
     shortest: PositiveInt = opt(1, "shortest run of last tokens that is looked up")
     match: Literal["latest", "first"] = opt("latest", "which occurrence is continued: the most recent, or the first "
-                                                      "(as transformers does)")
+                                                      "(as transformers does, and vLLM's ngram)")
 
     def __post_init__(self) -> None:
         if self.shortest > self.longest:
@@ -110,3 +113,16 @@ class LookupSession:
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> Lookup:
     """The drafter for a loaded target; counts and seed do not matter."""
     return Lookup(options, target.vocab_size)
+
+
+def speculation(drafter: Lookup, drafted: int, folder: Path) -> dict[str, Any]:
+    """vLLM's speculative_config that drafts the same, as `make export` writes it; it loads nothing.
+
+    Its ngram proposer (`vllm/v1/spec_decode/ngram_proposer.py`, 0.32) looks up the longest run of the last
+    prompt_lookup_min to prompt_lookup_max tokens that occurred before and continues its first occurrence, as far as the
+    text goes. ConfigError for a drafter that continues the most recent one.
+    """
+    config, apart = untrained.lookup(drafter.options, drafted)
+    if apart:
+        raise ConfigError(f"drafter.options.match = {drafter.options.match}: {' '.join(apart)}")
+    return config

@@ -106,6 +106,7 @@ class Medusa(nn.Module):
 
     kind = "medusa"
     vocabulary_modules = ("lm_heads",)
+    one_pass = True
 
     def __init__(self, options: Options, shape: Shape, ids: Tensor, teacher_head: Tensor) -> None:
         """ids [D]: target ids of the draft vocabulary; teacher_head [V, H]."""
@@ -139,7 +140,7 @@ class Medusa(nn.Module):
         traces' final ones, which every such position has."""
         chains = Chains(batch, 1.0, 0)
         state = take(batch.final, chains.at).masked_fill(~chains.valid[..., None], 0.0)  # [B, P, H]
-        steps = gather(chains, (block(state) for block in self.blocks))
+        steps = gather((chains, block(state)) for block in self.blocks)
         own = len(self.lm_heads) > 0
         weights = [head.weight for head in self.lm_heads] if own else [self.teacher_head]
         head = partial(heads_loss, weights=weights, which=steps.step if own else None)

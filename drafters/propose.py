@@ -207,8 +207,8 @@ class ChainSession:
         self.pending = tuple(part[rows] for part in self.pending)
 
     def join(self, other: "ChainSession") -> None:
-        """A joining row's pending positions are as many as a prompt has: all but the last are written first. So are
-        this session's where it has not drafted yet: a row that ends with its first token is replaced at once."""
+        """A joining row's pending positions are as many as a prompt has: all but the last are written first; this
+        session's own too, where a row ended with its first token, before anything was drafted."""
         other.settle()
         if self.memory.empty:
             self.settle()

@@ -16,12 +16,14 @@ PLANS = ("chains", "confidence", "static trees", "dynamic trees")  # what a plan
 class Entry:
     """A drafter's module, which has `Options` (the dataclass of `drafter.options`), `build` (a fresh drafter) and
     `load` (a drafter from a checkpoint's parts), and the script that trains it. Without a script there is nothing to
-    train: `build` gives the drafter itself, and there are no checkpoints.
+    train: `build` gives the drafter itself, there are no checkpoints, and `speculation` says how vLLM drafts the same
+    where it is not `unserved`.
 
     reads: the states of the target that it drafts from: those that enter the tapped layers, the final one, or none.
     drafts: the PLANS that it can follow.
     holds: of a drafter that is made of others, which it opens itself (`opened`) with what they read of the target: the
     option that names the one which follows a plan.
+    unserved: why vLLM, as `make serve-check` runs it, cannot draft the same.
 
     The module is imported where it is used: a table of all drafters must not load torch.
     """
@@ -31,6 +33,7 @@ class Entry:
     reads: Literal["taps", "final", "none"] = "taps"
     drafts: tuple[str, ...] = PLANS
     holds: str = ""
+    unserved: str = ""
 
     @property
     def trained(self) -> bool:
@@ -46,15 +49,19 @@ class Entry:
 
 
 TAPS = 3  # tapped layers, at least
+ONE_METHOD = "vLLM drafts by one method at a time; serve the drafter that it holds by a recipe of its own"
 
 REGISTRY: dict[str, Entry] = {
     "eagle3": Entry("drafters.eagle3_build", "train/eagle3.py"),
+    "parallel": Entry("drafters.parallel", "train/parallel.py"),
     "medusa": Entry("drafters.medusa", "train/medusa.py", reads="final"),
     "lookup": Entry("drafters.lookup", reads="none", drafts=("chains",)),
-    "suffix": Entry("drafters.suffix", reads="none", drafts=("chains", "dynamic trees")),
+    "suffix": Entry("drafters.suffix", reads="none", drafts=("chains", "dynamic trees"),
+                    unserved="vLLM's suffix decoding needs the package arctic-inference, which is built from source; "
+                             "`make export` writes the config for a vLLM that has it"),
     "layer_cut": Entry("drafters.layer_cut", reads="none"),
-    "hybrid": Entry("drafters.hybrid", reads="none", holds="then"),
-    "fallback": Entry("drafters.fallback", reads="none", holds="drafter"),
+    "hybrid": Entry("drafters.hybrid", reads="none", holds="then", unserved=ONE_METHOD),
+    "fallback": Entry("drafters.fallback", reads="none", holds="drafter", unserved=ONE_METHOD),
 }
 
 
@@ -86,6 +93,12 @@ def require_training(kind: str) -> None:
                           "their own, and named here by their path; run make eval")
     if not entry(kind).trained:
         raise ConfigError(f"drafter.kind = {kind}: there is nothing to train or export; run make eval")
+
+
+def require_serving(kind: str) -> None:
+    """ConfigError, with the reason, for a drafter that no vLLM of `make serve-check` drafts by."""
+    if entry(kind).unserved:
+        raise ConfigError(f"drafter.kind = {kind}: {entry(kind).unserved}")
 
 
 def check_taps(kind: str, layers: list[int]) -> None:

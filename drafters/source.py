@@ -21,7 +21,8 @@ from torch import Tensor
 
 from drafters import checkpoint, vocab
 from drafters.export import check, medusa
-from drafters.export.foreign import STRUCTURE, Imported, from_native
+from drafters.export.foreign import Imported, from_native
+from drafters.export.kinds import KINDS
 from drafters.export.native import layers_of
 from drafters.export.speculators import from_speculators
 from drafters.layers import Shape
@@ -101,9 +102,10 @@ def own(meta: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Impor
     differ = sorted({f.name for f in fields(Shape)} ^ meta["shape"].keys())
     if differ:
         raise ConfigError(f"{folder / checkpoint.META}: shape.{differ[0]} is missing or unknown; restore the file")
-    options = {key: meta["options"][key] for key in STRUCTURE if key in meta["options"]}
+    structure = KINDS.get(meta["kind"], KINDS["eagle3"]).structure  # a kind that is not wanted is refused by who asks
+    options = {key: meta["options"][key] for key in structure if key in meta["options"]}
     options.setdefault("num_layers", layers_of(meta))
-    unsaid = {key: f"{checkpoint.META} has no options.{key}" for key in STRUCTURE if key not in options}
+    unsaid = {key: f"{checkpoint.META} has no options.{key}" for key in structure if key not in options}
     d2t, t2d = named.pop("d2t"), named.pop("t2d")
     vocab.check(d2t, t2d)
     places = {name: f"{checkpoint.META}: shape.{name}" for name in meta["shape"]}

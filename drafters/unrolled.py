@@ -21,10 +21,11 @@ LOGITS = {"cpu": 32e6, "cuda": 512e6}  # bytes of the logits that are held at a 
 
 class Chains:
     """The chains of a batch: one from each position that carries loss; of those that can go on, a random `share` does
-    from each step, weighted up, so that the loss stays the same in expectation (conditional drop, P-EAGLE)."""
+    from each step, weighted up, so that the loss stays the same in expectation (conditional drop, P-EAGLE). Where
+    share^k would fall below `floor`, that share of them is at step k."""
 
-    def __init__(self, batch: Batch, share: float, seed: int) -> None:
-        self.batch, self.share = batch, share
+    def __init__(self, batch: Batch, share: float, seed: int, floor: float = 0.0) -> None:
+        self.batch, self.share, self.floor = batch, share, floor
         self.generator = torch.Generator().manual_seed(seed)
         self.at, self.valid = pack(loss_mask(batch.turns, 0))
         self.scale = self.valid.float()  # [B, P] weight of each chain
@@ -40,9 +41,15 @@ class Chains:
         """Chains whose step k carries loss: [B, P]."""
         return loss_mask(self.batch.turns, k).gather(1, self.at) & self.valid
 
+    def kept(self, k: int) -> float:
+        """Share of the chains of step k - 1 that goes on to step k."""
+        if self.share**k >= self.floor:
+            return self.share
+        return self.floor / max(self.share ** (k - 1), self.floor)
+
     def thin(self, k: int) -> Tensor:
         """Draws those that go on to step k: their indices [B, P'], which they have from now on."""
-        index, weight = draw(self.carry(k), self.share, self.generator)
+        index, weight = draw(self.carry(k), self.kept(k), self.generator)
         self.at, self.valid, self.scale = self.at.gather(1, index), weight > 0, self.scale.gather(1, index) * weight
         return index
 
@@ -60,12 +67,11 @@ class Steps:
     counts: Tensor  # [K] steps of each depth
 
 
-def gather(chains: Chains, unrolled: Iterable[Tensor]) -> Steps:
-    """Runs the steps and keeps what carries loss."""
+def gather(unrolled: Iterable[tuple[Chains, Tensor]]) -> Steps:
+    """Runs the steps, each the chains as they then are and their outputs, and keeps what carries loss."""
     parts: list[list[Tensor]] = []
-    S = chains.batch.ids.shape[1]
-    for k, output in enumerate(unrolled):
-        carries = chains.carry(k)
+    for k, (chains, output) in enumerate(unrolled):
+        carries, S = chains.carry(k), chains.batch.ids.shape[1]
         row = torch.arange(len(carries), device=carries.device)[:, None] * S
         parts.append([output[carries], (row + chains.at)[carries], torch.full_like(chains.at, k)[carries],
                       chains.token(k)[carries], (row + chains.ahead(k + 1))[carries], chains.scale[carries]])

@@ -14,6 +14,7 @@ from drafters.tree import DynamicTree, Plan, chain
 from eval.choice import Accuracies, Choice, Curve, choose
 from eval.decode import Decoder, Output
 from eval.metrics import Acceptance
+from eval.settings import exact_of
 from eval.timing import medians_in_turns
 from recipes.schema import Eval
 
@@ -29,9 +30,10 @@ class Deterministic(Exception):
 @torch.inference_mode()
 def rank_accuracies(target: Target, drafter: Drafter, prompts: list[list[int]], outputs: list[Output], depth: int,
                     width: int) -> Accuracies:
-    """[depth][width] shares of the target's greedy tokens that are the drafter's guess of each rank, from every place
-    of the answers, the drafter being led along the answer. Raises Deterministic for a drafter that has no
-    distribution to rank tokens by."""
+    """[depth][width] shares of the target's own tokens that are the drafter's guess of each rank, from every place of
+    the answers, the drafter being led along the answer. Of sampled answers that is the probability that a guess of this
+    rank is accepted: one that is not drawn is accepted with p(x), whatever was tried before it. Raises Deterministic
+    for a drafter that has no distribution to rank tokens by."""
     hits, seen = torch.zeros(depth, width), torch.zeros(depth)
     for prompt, out in zip(prompts, outputs):
         if len(out.tokens) > 1:
@@ -80,10 +82,12 @@ def led(propose: Callable, following: Tensor) -> list[int] | None:
 def measure_curve(target: Target, drafter: Drafter, context: int, widths: list[int], levels: int, grown: list[int],
                   batch: int = 1, repeats: int = 7) -> Curve:
     """Milliseconds of target passes over 1 and `widths` tokens a row, and of a level of drafting that goes on from 1
-    and from `grown` nodes, behind `context` tokens."""
-    device, most = target.device, max(widths)
+    and from `grown` nodes, behind `context` tokens; of a drafter that has all levels in one pass, that pass for one
+    level and for all of them."""
+    device, most, one_pass = target.device, max(widths), getattr(drafter, "one_pass", False)
     plans: dict[int, Plan] = {1: chain(levels)}
     plans |= {n: DynamicTree(levels, n, levels * n) for n in grown if n > 1 and levels > 1}
+    plans |= {0: chain(1)} if one_pass else {}
     cache = target.new_cache(batch, context + most)
     ids = torch.ones(batch, context, dtype=torch.long, device=device)
     positions = torch.arange(context, device=device).expand(batch, -1).contiguous()
@@ -104,18 +108,23 @@ def measure_curve(target: Target, drafter: Drafter, context: int, widths: list[i
         f"verify {n}": lambda n=n: target.forward(block[:, :n], ahead[:, :n], cache) for n in {1, *widths}}
     works |= {f"draft {n}": lambda plan=plan: draft(plan) for n, plan in plans.items()}
     times = medians_in_turns(works, device, repeats)
-    first = times["draft 1"] / levels
-    rest = {n: (times[f"draft {n}"] - first) / (levels - 1) for n in plans if n > 1}  # the first level has one node
-    return Curve(times["verify 1"], {n: times[f"verify {n}"] for n in {1, *widths}}, {1: first, **rest}, batch)
+    verify, every = {n: times[f"verify {n}"] for n in {1, *widths}}, times["draft 1"]
+    first, common = (0.0, every) if one_pass else (every / levels, every / levels)
+    # Of a tree the first level has one node.
+    rest = {n: max(0.0, (times[f"draft {n}"] - common) / (levels - 1)) for n in plans if n > 1}
+    passes = {1: times["draft 0"], levels: every} if one_pass else {}
+    return Curve(times["verify 1"], verify, {1: first, **rest}, batch, passes)
 
 
 def measured_choice(target: Target, drafter: Drafter, prompts: list[list[int]], section: Eval) -> Choice:
-    """What to draft, by ranks along plain answers to these prompts and by costs measured here at batch 1.
+    """What to draft, by ranks along plain answers to these prompts at the recipe's sampling (a lossy rule aside) and by
+    costs measured here at batch 1.
 
     Chains of at most eval.draft_length; with eval.choose = tree, trees of so many levels and at most eval.tree.total
     nodes too. A drafter without a distribution is judged by the chain that it drafts.
     """
-    decoder, levels, trees = Decoder(target, section.speed_tokens), section.draft_length, section.choose == "tree"
+    decoder = Decoder(target, section.speed_tokens, **exact_of(section))
+    levels, trees = section.draft_length, section.choose == "tree"
     plain = decoder.plain(prompts)
     try:
         accuracies = rank_accuracies(target, drafter, prompts, plain, levels, section.tree.top_k)

@@ -92,7 +92,7 @@ def watched(target: Target, drafter: Drafter, clock: Clock) -> tuple[Stand, Stan
 def cycle(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan | int, max_tokens: int,
           **how: Any) -> dict[str, Any]:
     """Mean milliseconds of a cycle and of each part, over all cycles of PROMPTS of these prompts, evenly spaced; the
-    first one is run once before. how: what the Decoder is told of sampling and acceptance (eval.plans.rule_of).
+    first one is run once before. how: what a Decoder is told (eval/settings.py).
 
     Prefill is not counted. `other_ms` is what no part explains: the loop's own Python.
     """

@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from eval.licences import LICENCES, Start, TargetTerms
 from eval.plans import in_words
+from eval.settings import beyond_greedy, measured_at
 from recipes.errors import ConfigError
 
 METRICS = (  # of the model-index: name, path in the report's total
@@ -55,7 +56,8 @@ def metadata(facts: CardFacts, report: dict[str, Any]) -> str:
         for key in path:
             value = value[key]
         results.append(EvalResult(
-            task_type="text-generation", task_name="Speculative decoding, greedy", dataset_type=dataset,
+            task_type="text-generation", task_name=f"Speculative decoding, {beyond_greedy(settings) or 'greedy'}",
+            dataset_type=dataset,
             dataset_name=f"Drafthouse {dataset} prompts", dataset_args={"sha256": settings["prompts_sha256"]},
             metric_type=kind, metric_name=name, metric_value=round(float(value), 4),
             metric_args={"draft_length": settings["draft_length"], "plan": settings["plan"]["kind"],
@@ -121,7 +123,7 @@ def measured(report: dict[str, Any]) -> list[str]:
     lines = [
         f"Mean acceptance length **{total['acceptance']['mean_length']:.2f}** tokens per draft (95 % interval "
         f"{low:.2f} to {high:.2f}; {total['drafts']:,} drafts, {total['prompts']:,} prompts), "
-        f"{plain(in_words(report['settings']['plan']))}, greedy. "
+        f"{plain(in_words(report['settings']['plan']))}, {beyond_greedy(report['settings']) or 'greedy'}. "
         f"Speedup {speed['speedup']:.2f} over {plain(speed['baseline_engine'])} at batch 1 "
         f"({speed['prompts']} prompts, {plain(report['stack']['device'])}, {plain(report['stack']['dtype'])}).", "",
         "Cumulative acceptance: the share of drafts whose first tokens, up to this position, the target accepted.", "",
@@ -154,6 +156,7 @@ def limits(report: dict[str, Any]) -> list[str]:
     if plan["kind"] != "chain" or plan["confidence"]:
         found.append(f"Measured with {in_words(plan)}; the commands above draft plain chains, whose acceptance is "
                      "another.")
+    found.append(f"Measured at {measured_at(report['settings'])}; requests at other settings accept otherwise.")
     buckets = total["acceptance"]["by_context_bucket"]
     longest = max((bucket["to"] for bucket in buckets), default=0)
     found.append(f"Contexts of up to {longest:,} tokens were measured; longer ones were not.")

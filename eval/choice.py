@@ -1,14 +1,14 @@
 """Which chain or tree to draft: a search over what was measured, never over what is hoped for.
 
 What a draft is worth: E = 1 + the sum over its nodes of the probability that their path is accepted. What it costs: one
-pass of the drafter a level, one verification of all nodes and the last token. Speedup = E * target step / cost
-(Leviathan et al. 2023, theorem 3.8; trees: Cai et al. 2024, Medusa, appendix C).
+pass of the drafter a level, or one for all levels, and one verification of all nodes and the last token.
+Speedup = E * target step / cost (Leviathan et al. 2023, theorem 3.8; trees: Cai et al. 2024, Medusa, appendix C).
 Pure functions; eval/adapt.py measures. Legend: D levels, R ranks.
 """
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from drafters.tree import StaticTree, chain
 
@@ -18,18 +18,24 @@ Accuracies = list[list[float]]  # [D][R]: the guess of rank r behind an accepted
 @dataclass(frozen=True)
 class Curve:
     """Measured milliseconds at one batch size: a plain step of the target, a verification by its tokens a row, and a
-    pass of the drafter by the tokens a row that it goes on from."""
+    level of drafting by the tokens a row that it goes on from. Of a drafter that has all levels in one pass: that pass
+    by the levels asked for, and what its levels take besides."""
 
     target_ms: float
     verify_ms: dict[int, float]
     draft_ms: dict[int, float]
     batch: int = 1
+    pass_ms: dict[int, float] = field(default_factory=dict)  # empty: a pass a level, which draft_ms has
 
     def verify(self, tokens: int) -> float:
         return between(self.verify_ms, tokens)
 
     def draft(self, tokens: int) -> float:
         return between(self.draft_ms, tokens)
+
+    def whole(self, levels: int) -> float:
+        """What drafting so many levels takes whatever they go on from."""
+        return between(self.pass_ms, levels) if self.pass_ms else 0.0
 
 
 def between(points: dict[int, float], at: int) -> float:
@@ -85,7 +91,8 @@ def expected(plan: StaticTree, accuracies: Accuracies) -> float:
 def cost_ms(plan: StaticTree, curve: Curve) -> float:
     """Milliseconds of a cycle."""
     parents = [sum(len(path) == level for path in {p[:-1] for p in plan.paths}) for level in range(plan.depth)]
-    return sum(curve.draft(max(1, n)) for n in parents) + curve.verify(plan.nodes + 1)
+    levels = sum(curve.draft(max(1, n)) for n in parents)
+    return curve.whole(plan.depth) + levels + curve.verify(plan.nodes + 1)
 
 
 def choose(accuracies: Accuracies, curve: Curve, budgets: list[int], trees: bool) -> Choice:

@@ -14,6 +14,7 @@ from eval.earlier import check_origins, read_report
 from eval.paired import DRAWS, METRICS, conclusion, conversations, holm, judge
 from eval.plots import draw_comparison
 from eval.report import check_finite, page
+from eval.settings import measured_at, read
 from eval.summary import escaped
 from eval.verdict import kinds
 from recipes.cli import Command, process
@@ -50,6 +51,7 @@ class Run:
                 "target": self.report["target"]["model"], "time": stack["time"], "git": stack["git"],
                 "lossy": lossy(self.report),
                 "verdict": self.report["verdict"]["decision"], "differs": self.differs,
+                "measured_at": measured_at(self.report["settings"]),
                 "mean_length": total["acceptance"]["mean_length"], "ci95": total["acceptance"]["ci95"],
                 "tokens_per_target_pass": total["tokens_per_target_pass"],
                 "speedup": total["speed"]["speedup"], "speedup_ci95": total["speed"]["ci95"],
@@ -60,8 +62,8 @@ class Run:
 
 
 def read_runs(paths: list[str], allowed: bool) -> list[Run]:
-    """The reports in the order given. Raises ConfigError for fewer than two, one twice, or other targets or stacks
-    than the first one's where those are not `allowed` (case 50)."""
+    """The reports in the order given. Raises ConfigError for fewer than two, one twice, or other targets, stacks,
+    sampling or stop strings than the first one's where those are not `allowed` (case 50)."""
     if len(paths) < 2:
         raise ConfigError(f"make compare: {len(paths)} reports named; name at least two: "
                           'make compare ARGS="A/report.json B/report.json"')
@@ -81,8 +83,13 @@ def read_runs(paths: list[str], allowed: bool) -> list[Run]:
         if places[0] != places[1] and not allowed:
             raise ConfigError(f"{run.path}: was timed at {places[1]}, {first.path} at {places[0]}; give --{ACROSS} to "
                               "put them side by side all the same")
-        run.differs += differences(*({k: v for k, v in r.report["settings"].items() if k not in NO_FIGURES}
-                                     for r in (first, run)))
+        here, there = (r.report["settings"] for r in (run, first))
+        if read(here) != read(there) and not allowed:
+            raise ConfigError(f"{run.path}: was measured at {measured_at(here)}, {first.path} at {measured_at(there)} "
+                              f"({'; '.join(differences(read(there), read(here)))}): acceptance depends on it; give "
+                              f"--{ACROSS} to put them side by side all the same")
+        run.differs += differences(*(read(settings) | {k: v for k, v in settings.items() if k not in NO_FIGURES}
+                                     for settings in (there, here)))
     return runs
 
 
@@ -177,7 +184,7 @@ def main(recipe: Recipe, switches: set[str], options: Options, words: list[str])
 
 
 COMMAND = Command("make compare", "Compares reports of several runs, each with the first, with significance.", main,
-                  {ACROSS: "compare although targets or stacks differ"}, Options,
+                  {ACROSS: "compare although targets, stacks or sampling differ"}, Options,
                   "the reports: A/report.json B/report.json ...")
 
 if __name__ == "__main__":

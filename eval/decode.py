@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data.capture import behind
-from data.sampling import Sampling, draw, penalised, probabilities
+from data.sampling import Sampling, draw, penalised, probabilities, row_generator, row_names, row_uniforms
 from drafters.base import Drafter, DraftSession, take
 from drafters.target import Prefix, States, Target
 from drafters.tree import Draft, Plan, Topology, planned
@@ -85,6 +85,7 @@ class Rows:
     length: Tensor  # [B]
     last: Tensor  # [B]
     seen: Tensor | None  # [B, V] tokens up to the last one, where a repetition penalty asks for them
+    draws: list[torch.Generator]  # of each row, where tokens are sampled; else empty
 
     def keep(self, running: list[int]) -> None:
         """Drops every row but these from every state."""
@@ -92,6 +93,7 @@ class Rows:
         self.index = [self.index[b] for b in running]
         self.length, self.last = self.length[rows], self.last[rows]
         self.seen = None if self.seen is None else self.seen[rows]
+        self.draws = [self.draws[b] for b in running] if self.draws else []
         for state in (self.cache, self.session):
             if state is not None:
                 state.keep(rows)
@@ -101,6 +103,7 @@ class Rows:
         self.index += other.index
         self.length, self.last = torch.cat([self.length, other.length]), torch.cat([self.last, other.last])
         self.seen = None if self.seen is None else torch.cat([self.seen, other.seen])
+        self.draws = self.draws + other.draws
         self.cache.join(other.cache)
         if self.session is not None:
             self.session.join(other.session)
@@ -131,6 +134,9 @@ class Rows:
 class Decoder:
     """Decodes prompts with a target, with or without a drafter.
 
+    Where tokens are sampled, every row draws from a generator of its own, which depends on the seed and the row's name
+    alone: its text is the same in any batch, up to rounding. Only proposals drawn from a drafter share one generator.
+
     slots: rows decoded together; a finished one is replaced by the next prompt (0: all at once). stop: strings that end
     an answer. typical: accept by this rule, which is lossy, where tokens are sampled. on_tokens(prompt index, tokens):
     called with the tokens of each answer as they are decided.
@@ -145,20 +151,26 @@ class Decoder:
         self.slots, self.on_tokens = slots, on_tokens
         self.stops = Stops(target.tokenizer, stop) if stop else None
 
-    def plain(self, prompts: list[list[int]]) -> list[Output]:
-        """One token a pass."""
-        return self.run(prompts, None, 0)
+    def plain(self, prompts: list[list[int]], names: Sequence[str] = ()) -> list[Output]:
+        """One token a pass. names: of the rows, none of them twice; empty makes them of the prompts' ids."""
+        return self.run(prompts, None, 0, names=names)
 
     def speculative(self, prompts: list[list[int]], drafter: Drafter, plan: Plan | int, sampled_drafts: bool = False,
-                    ) -> list[Output]:
+                    names: Sequence[str] = ()) -> list[Output]:
         """Drafts a tree of this plan a pass; a number is a chain of so many tokens. `sampled_drafts`: draw proposals
-        from the drafter instead of taking its most probable ones."""
-        return self.run(prompts, drafter, plan, sampled_drafts)
+        from the drafter instead of taking its most probable ones. names: as in `plain`."""
+        return self.run(prompts, drafter, plan, sampled_drafts, names)
+
+    def begin(self, prompts: list[list[int]], names: Sequence[str] = ()) -> None:
+        """Seeds every random number of the answers to these prompts."""
+        self.generator = torch.Generator().manual_seed(self.seed)  # of proposals drawn from a drafter
+        sampled = not self.sampling.greedy
+        self.draws = [row_generator(self.seed, name) for name in names or row_names(prompts)] if sampled else []
 
     @torch.inference_mode()
     def run(self, prompts: list[list[int]], drafter: Drafter | None, plan: Plan | int, sampled_drafts: bool = False,
-            ) -> list[Output]:
-        self.generator = torch.Generator().manual_seed(self.seed)
+            names: Sequence[str] = ()) -> list[Output]:
+        self.begin(prompts, names)
         plan = planned(plan) if drafter else None
         outputs = [Output(acceptance=Acceptance(plan.depth if drafter else 1)) for _ in prompts]
         capacity = max(map(len, prompts)) + self.max_tokens + (plan.room if drafter else 0) + 1
@@ -197,14 +209,15 @@ class Decoder:
         at = torch.arange(len(chosen), device=device)
         logits = self.target.head(states.final[at, lengths - 1])
         seen = self.seen_in(ids, lengths, logits.shape[-1])
-        first = self.choose(logits, seen)
+        draws = [self.draws[i] for i in index] if self.draws else []
+        first = self.choose(logits, seen, draws)
         session = drafter.session(len(chosen), capacity) if drafter else None
         if session is not None:
             following = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
             following[at, lengths - 1] = first
             session.begin(chosen)
             session.observe(states.taps, following, positions, lengths - 1)
-        rows = Rows(cache, session, list(index), lengths, first, seen)
+        rows = Rows(cache, session, list(index), lengths, first, seen, draws)
         tokens = first.tolist()  # waits for the device: only now are the tokens there
         now = time.perf_counter()
         for number, token in zip(rows.index, tokens):
@@ -220,7 +233,8 @@ class Decoder:
         block = torch.cat([rows.last[:, None], draft.tokens], dim=1)  # [B, N+1]
         positions = rows.length[:, None] + shape.depth
         states = self.target.forward(block, positions, rows.cache, branches=rows.branches(draft, shape, positions))
-        verdict = verify(states.logits, draft, self.sampling, self.generator, rows.seen, shape, self.typical)
+        numbers = row_uniforms(rows.draws, plan.nodes + 1) if rows.draws else None
+        verdict = verify(states.logits, draft, self.sampling, numbers, rows.seen, shape, self.typical)
         contexts = (rows.length + 1).tolist()
         rows.advance(states, verdict)
         counts = zip(verdict.accepted.tolist(), draft.counts(), contexts, verdict.refusals(), draft.by or repeat(""))
@@ -233,7 +247,7 @@ class Decoder:
     def plain_step(self, rows: Rows, outputs: list[Output]) -> None:
         """One token for every row."""
         states = self.target.forward(rows.last[:, None], rows.length[:, None], rows.cache)
-        rows.last, rows.length = self.choose(states.logits[:, 0], rows.seen), rows.length + 1
+        rows.last, rows.length = self.choose(states.logits[:, 0], rows.seen, rows.draws), rows.length + 1
         tokens = rows.last.tolist()
         now = time.perf_counter()
         for number, token in zip(rows.index, tokens):
@@ -261,21 +275,18 @@ class Decoder:
         seen = torch.zeros(len(ids), vocab_size, dtype=torch.bool, device=ids.device)
         return seen.scatter_(1, torch.where(inside, ids, ids[:, :1]), True)
 
-    def choose(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+    def choose(self, logits: Tensor, seen: Tensor | None, draws: list[torch.Generator]) -> Tensor:
         """The target's own next token from logits [B, V], which `seen` [B, V] then includes."""
         if seen is not None:
             logits = penalised(logits, self.sampling.repetition_penalty, seen)
         if self.sampling.greedy:
             chosen = logits.argmax(-1)
         else:
-            chosen = draw(probabilities(logits, self.sampling), self.uniforms(len(logits)).to(logits.device))
+            chosen = draw(probabilities(logits, self.sampling), row_uniforms(draws, 1)[:, 0].to(logits.device))
         if seen is not None:
             seen.scatter_(1, chosen[:, None], True)
         return chosen
 
     def sample_draft(self, q: Tensor) -> Tensor:
         """A proposal drawn from the drafter's distribution [n, V]."""
-        return draw(q, self.uniforms(len(q)).to(q.device))
-
-    def uniforms(self, n: int) -> Tensor:
-        return torch.rand(n, generator=self.generator, dtype=torch.float64)
+        return draw(q, torch.rand(len(q), generator=self.generator, dtype=torch.float64).to(q.device))

@@ -20,6 +20,7 @@ from data.prompts import evaluation_prompts
 from data.reader import open_rows, with_states
 from drafters import checkpoint, imported
 from drafters.export.engines import method_of
+from drafters.export.serving import speculation
 from drafters.placement import on_one_process
 from drafters.registry import entry
 from drafters.target import Target
@@ -59,8 +60,9 @@ def examine(recipe: Recipe, options: Options, folder: Path) -> list[Evidence]:
     place.mkdir(exist_ok=True)
     names = list(next(one for one in evidence if one.name == "loop").counted["prompts"])
     for layout in (one for one in engines if one in exports):
-        served = replace(job, drafter=str(exports[layout].resolve()), method=method_of(layout))
-        answers = offline(options.python, served, threads, place / f"{layout}.log")
+        told = speculation(str(exports[layout].resolve()), job.drafted, method_of(layout),
+                           recipe.drafter.kind == "parallel")
+        answers = offline(options.python, replace(job, speculation=told), threads, place / f"{layout}.log")
         evidence.append(engine(answers, f"vLLM with {layout}", names))
     if len(evidence) == 1:
         raise ConfigError(f"{folder}: neither traces nor an export to compare with; run `make export` first")

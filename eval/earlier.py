@@ -45,6 +45,9 @@ def key_of(drafter: str, section: Eval, sets: list[Questions], fingerprint: dict
     drafter: digest of what decides its drafts, for a checkpoint checkpoint.digest_of.
     """
     settings = {k: v for k, v in asdict(section).items() if k not in ("tracker", "server")}
+    for name in ("sampling", "stop"):  # reports of before they existed were made with their defaults
+        if settings[name] == asdict(Eval())[name]:
+            del settings[name]
     return sha256_json([drafter, settings, sets_sha256(sets), fingerprint])
 
 

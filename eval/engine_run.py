@@ -40,7 +40,7 @@ class Job:
     """What an engine is to do. Prompts are token ids; `engine`: further arguments of vllm.LLM."""
 
     model: str
-    drafter: str | None
+    speculation: dict[str, Any] | None  # vLLM's speculative_config; None: it drafts nothing
     drafted: int
     prompts: list[list[int]]
     max_tokens: int
@@ -48,7 +48,7 @@ class Job:
     dtype: str
     engine: dict[str, Any] = field(default_factory=dict)
     chats: list[Any] = field(default_factory=list)  # messages that the engine's own tokenizer is to render
-    method: str = "eagle3"  # vLLM's name for how the drafter drafts
+    parallel: bool = False  # the drafter gives all its tokens in one pass
 
 
 @dataclass
@@ -167,10 +167,8 @@ def server(python: str, job: Job, threads: int, log: Path) -> Iterator[httpx.Cli
     more = {"generation_config": "vllm"} | job.engine  # the model's own would fill in, say, a repetition penalty
     command = [python, "-P", "-m", SERVER, "--model", job.model, "--served-model-name", "target", "--dtype", job.dtype,
                "--host", "127.0.0.1", "--port", str(port), *arguments(more)]
-    if job.drafter is not None:
-        command += ["--speculative-config", json.dumps({
-            "method": job.method, "model": job.drafter, "num_speculative_tokens": job.drafted,
-            "draft_tensor_parallel_size": 1})]
+    if job.speculation is not None:
+        command += ["--speculative-config", json.dumps(job.speculation)]
     with started(command, threads, log) as process, httpx.Client(
             base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE, trust_env=False) as client:
         wait_until_ready(client, process, log)

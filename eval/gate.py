@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from eval.earlier import check_origins, read_report
+from eval.settings import AT
 from recipes.errors import ConfigError
 from recipes.gates import ABSOLUTE, RELATIVE, Bound, Gates, read_gates
 from recipes.provenance import differences
 from recipes.schema import opt
 
 # Settings that must agree with the reference's, and what a report that does not state one was made with.
-SAME_SETTINGS = {"max_tokens": None, "temperature": None, "acceptance": "exact", "typical": None}
+SAME_SETTINGS = {"max_tokens": None, "acceptance": "exact", "typical": None, **AT}
 HELD, BROKEN, SKIPPED = "held", "broken", "not judged"
 LOSSY = "max 0: typical acceptance, not the target's own answers"
 
@@ -63,8 +64,8 @@ class Gate:
 
     def judge(self, report: dict[str, Any]) -> list[Judged]:
         """Every bound; a lossy report breaks one that no file has to set. Raises ConfigError for a metric that the
-        report does not have, and for a reference of another target, stack, prompts, answer length or rule of acceptance
-        unless `across` allows it (case 50)."""
+        report does not have, and for a reference of another target, stack, prompts, answer length, sampling, stop
+        strings or rule of acceptance unless `across` allows it (case 50)."""
         if self.reference is not None:
             check_origins(self.reference, report, (self.reference_path, "this report"),
                           f"set across: true in {self.path}", self.gates.across)
@@ -72,9 +73,9 @@ class Gate:
                                   for r in (self.reference, report)))
             other += asked_otherwise(self.reference, report)
             if other and not self.gates.across:
-                raise ConfigError(f"{self.reference_path}: answers to other prompts, of another length or by another "
-                                  f"rule than this report: {'; '.join(other)}; set across: true in {self.path} to "
-                                  "judge all the same")
+                raise ConfigError(f"{self.reference_path}: answers to other prompts, of another length, at other "
+                                  f"settings or by another rule than this report: {'; '.join(other)}; set across: "
+                                  f"true in {self.path} to judge all the same")
         judged = [Judged("settings.lossy", 1.0, LOSSY, BROKEN)] if report["settings"].get("lossy") else []
         return judged + [one for number, bound in enumerate(self.gates.bounds)
                          for one in self.one(number, bound, report)]

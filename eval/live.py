@@ -22,6 +22,7 @@ from data.backends.stream import Stream, chat_body, streamed
 from data.chat import Message
 from data.evalsets import Question, Questions
 from eval.server_counters import Counters, Watch, drafting, foreign, summed
+from eval.settings import sampling_of
 from recipes.errors import ConfigError, RunError
 from recipes.schema import Eval, LiveServer, Server
 
@@ -151,10 +152,11 @@ def turns_of(count: int, clients: int) -> list[range]:
 
 
 class Live:
-    """Measures the servers of a recipe. `works`: the conversations of a pass over the prompts."""
+    """Measures the servers of a recipe at its sampling. `works`: the conversations of a pass over the prompts."""
 
     def __init__(self, section: Eval, works: list[Work]) -> None:
         self.section, self.server, self.works = section, section.server, works
+        self.sampling = sampling_of(section)
         self.salt = secrets.token_hex(16)  # prompts of an earlier run are not found in a prefix cache
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                             TimeRemainingColumn(), console=Console(stderr=True))
@@ -232,7 +234,7 @@ class Live:
         if counts:
             run.counted.append(await side.watch.settled(lambda now: fresh(now, start, *own)) - start)
             run.foreign += foreign(run.counted[-1], [reply.stream.tokens for reply in own],
-                                   sum(run.faults.values()) - failed, self.section.max_tokens)
+                                   sum(run.faults.values()) - failed, self.section.max_tokens, bool(self.section.stop))
 
     async def converse(self, side: Side, run: Run, queue: Iterator[Work], clients: int, salt: str, each: bool,
                        task: TaskID | None) -> None:
@@ -255,7 +257,7 @@ class Live:
                   clients: int) -> Reply | None:
         """One request, its further attempts included; None where it is lost. RunError where too many are."""
         body = chat_body(self.server.kind, side.client.server.model, messages, work.question.tools,
-                         self.section.max_tokens, salt)
+                         self.section.max_tokens, salt, self.sampling, self.section.stop)
         row = f"{work.set} {work.question.id} {number} {work.repeat}"
 
         def count(reason: str) -> None:

@@ -18,6 +18,7 @@ from eval.plots import (
     sized_figure,
 )
 from eval.report import check_finite, counted, interval, page, tone
+from eval.settings import measured_at
 from eval.summary import escaped, table
 from eval.verdict import kinds
 from recipes.files import write_json, write_text
@@ -93,7 +94,7 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
     rows += [(f"Concurrency {name}", speedup_line(level)) for name, level in report["server"]["levels"].items()]
     rows += [("Greedy texts", greedy_line(report))]
     rows += [("Note", text) for text in warnings(report)]
-    rows += [("Verdict", report["verdict"]["decision"])]
+    rows += [("Verdict", f"{report['verdict']['decision']}, at {measured_at(report['settings'])}")]
     rows += [("", f"- {reason}") for reason in report["verdict"]["reasons"]]
     return [f"{label:24}{text}" for label, text in rows]
 
@@ -159,7 +160,8 @@ def markdown(report: dict[str, Any], judged: list[dict[str, Any]] | None = None)
     def rows(found: list[list[str]]) -> list[list[str]]:
         return [[escaped(cell) for cell in row] for row in found]
 
-    lines = [f"### Server of {escaped(report['target']['model'])}: {escaped(verdict['decision'])}", "",
+    at = escaped(measured_at(report["settings"]))
+    lines = [f"### Server of {escaped(report['target']['model'])}: {escaped(verdict['decision'])}, at {at}", "",
              *(f"- {escaped(reason)}" for reason in verdict["reasons"]),
              f"- mean acceptance length: {escaped(length_line(report))}", f"- {escaped(greedy_line(report))}",
              *(f"- note: {escaped(text)}" for text in warnings(report)), ""]
@@ -170,7 +172,7 @@ def markdown(report: dict[str, Any], judged: list[dict[str, Any]] | None = None)
         lines += ["", *table(["gate", "value", "bound", ""], [
             [escaped(one["metric"]), "null" if one["value"] is None else f"{one['value']:.4g}", escaped(one["bound"]),
              one["state"]] for one in judged])]
-    lines += ["", f"Closed loop, temperature 0, answers up to {report['settings']['max_tokens']} tokens; "
+    lines += ["", f"Closed loop, {at}, answers up to {report['settings']['max_tokens']} tokens; "
                   f"{escaped(server['engine'] or server['kind'])} {escaped(server['version'])}; "
                   f"{escaped(report['stack']['time'])}."]
     return "\n".join(lines) + "\n"
@@ -232,8 +234,8 @@ def render_html(report: dict[str, Any]) -> str:
     tables = {"levels": (HEADINGS, level_rows(report)), "acceptance": (ACCEPTANCE_HEADINGS, acceptance_rows(report)),
               "kinds": (KIND_HEADINGS, kind_rows(report))}
     return page("live.html.j2", report=report, plots=plots, tables=tables, tone=tone(report["verdict"]["decision"]),
-                length=length_line(report), greedy_text=greedy_line(report), warnings=warnings(report),
-                first=levels[0])
+                measured=measured_at(report["settings"]), length=length_line(report), greedy_text=greedy_line(report),
+                warnings=warnings(report), first=levels[0])
 
 
 def write_live(report: dict[str, Any], folder: Path) -> None:

@@ -6,16 +6,15 @@ every request. The part that only a server's report has is `server`.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.evalsets import Questions
-from eval.earlier import SCHEMA, read_report, sets_sha256
+from eval.earlier import SCHEMA, sets_sha256
 from eval.figures import arrivals
-from eval.live import Level, Reply, Side
+from eval.live import Level, Reply
 from eval.live_figures import (
     Measured,
     acceptance_block,
@@ -23,44 +22,18 @@ from eval.live_figures import (
     as_acceptance,
     lines_of,
     measured,
+    record,
     speed_between,
 )
-from eval.live_texts import Texts, unsteady
+from eval.live_found import GREEDY, NO_BASELINE, Found, baseline_block, greedy_block, offline_block
 from eval.metrics import bootstrap, repeated_share
 from eval.server_counters import Counters, drafting, summed
+from eval.settings import measured_at, sampling_of, written
 from eval.verdict import decide_server
-from recipes.errors import ConfigError
-from recipes.files import sha256_file, sha256_json
+from recipes.files import sha256_json
 from recipes.provenance import stamp
-from recipes.schema import Recipe
 
-NO_BASELINE = ("no baseline: name a server without a drafter in eval.server.baseline_url, or its report in "
-               "eval.server.baseline_report")
 UNKNOWN = {"p50": None, "p95": None, "p99": None, "n": 0}
-
-
-@dataclass
-class Earlier:
-    """The baseline of an earlier report: each concurrency's figures, and what the texts were."""
-
-    path: Path
-    sha256: str
-    report: dict[str, Any]
-    levels: dict[int, Measured]
-
-
-@dataclass
-class Found:
-    """All that was measured. `sets`: what was read; `dropped`: of each set what was not asked."""
-
-    recipe: Recipe
-    sets: list[Questions]
-    dropped: dict[str, Counter]
-    earlier: Earlier | None
-    side: Side
-    other: Side | None
-    levels: list[Level]
-    texts: Texts
 
 
 def acceptance(replies: list[Reply], counted: Counters | None, seed: int) -> dict[str, Any]:
@@ -162,67 +135,11 @@ def level_block(level: Level, sides: dict[str, Measured | None], seed: int) -> d
             "foreign": strange}
 
 
-def greedy_block(found: Found, sides: dict[str, Measured | None]) -> dict[str, Any]:
-    """Whether the two servers' texts are equal, at the smallest concurrency, and whether each agrees with itself."""
-    tolerance, texts = found.recipe.eval.gap_tolerance, found.texts
-    gaps = [one.gap for one in texts.differences]
-    first, differ, prompts, tokens = None, len(gaps), texts.prompts, texts.tokens
-    if texts.differences:
-        one = texts.differences[0]
-        first = {"set": one.speculative.work.set, "id": one.speculative.work.question.id,
-                 "round": one.speculative.round, "place": one.place, "gap": one.gap,
-                 "unit": "token" if one.by_token else "character"}
-    if found.earlier and sides["baseline"]:  # its texts are known by their checksums alone
-        theirs = {(r.set, r.id, r.round): r for r in sides["baseline"].records if r.repeat == 0}
-        pairs = [(r, theirs[r.set, r.id, r.round]) for r in sides["speculative"].records
-                 if r.repeat == 0 and r.round == 0 and (r.set, r.id, r.round) in theirs]
-        other = [a for a, b in pairs if a.text_sha256 != b.text_sha256]
-        prompts, tokens, differ, gaps = len(pairs), sum(b.tokens for _, b in pairs), len(other), [None] * len(other)
-        if other:
-            first = {"set": other[0].set, "id": other[0].id, "round": 0, "place": None, "unit": None, "gap": None}
-    near = sum(gap is not None and gap < tolerance for gap in gaps)
-    ours = unsteady(level.speculative for level in found.levels)
-    theirs_own = unsteady(level.baseline for level in found.levels if level.baseline)
-    return {"prompts": prompts, "tokens": tokens, "equal": prompts - differ, "differ": differ, "near_ties": near,
-            "gap_unknown": gaps.count(None), "tie_gap": tolerance, "first_difference": first,
-            "unsteady": {name: {"prompts": n, "differ": m}
-                         for name, (n, m) in (("speculative", ours), ("baseline", theirs_own))}}
-
-
-def offline_block(path: Path, settings: dict[str, Any], found: dict[str, Any]) -> dict[str, Any] | None:
-    """Acceptance of `make eval` without a server for the same prompts and answer length, beside this one; None where
-    there is no such report, or one of lossy acceptance, which servers do not have."""
-    try:
-        report = read_report(path)
-    except ConfigError:
-        return None
-    same = all(report["settings"].get(key) == settings[key] for key in ("prompts_sha256", "max_tokens"))
-    if not same or report["settings"].get("lossy"):
-        return None
-    own, rates = report["total"]["acceptance"], found["per_position"]
-    apart = (max(abs(a - b) for a, b in zip(own["per_position"], rates))
-             if rates and len(rates) == len(own["per_position"]) else None)
-    return {"sha256": sha256_file(path), "mean_length": own["mean_length"], "per_position": own["per_position"],
-            "largest_difference": apart}
-
-
-def baseline_block(found: Found) -> dict[str, Any]:
-    if found.other:
-        return {"from": "server", "url": found.recipe.eval.server.baseline_url, "version": found.other.version,
-                "model": found.other.client.server.model, "time": None, "sha256": None, "reason": None}
-    if found.earlier:
-        report = found.earlier.report
-        return {"from": "report", "url": report["server"]["url"], "version": report["server"]["version"],
-                "model": report["target"]["model"], "time": report["stack"]["time"], "sha256": found.earlier.sha256,
-                "reason": "from an earlier report: the two were not measured in turns"}
-    return {"from": None, "url": None, "version": None, "model": None, "time": None, "sha256": None,
-            "reason": NO_BASELINE}
-
-
 def settings_of(found: Found, replies: list[Reply], K: int | None) -> dict[str, Any]:
     section, sets = found.recipe.eval, found.sets
     levels = [level.concurrency for level in found.levels]
-    settings = {"draft_length": K, "temperature": 0.0, "max_tokens": section.max_tokens, "batch_size": levels[0],
+    settings = {"draft_length": K, **written(sampling_of(section), section.stop), "max_tokens": section.max_tokens,
+                "batch_size": levels[0],
                 "prompts": ", ".join(s.name for s in sets) if section.sets else section.prompts,
                 "prompts_sha256": sets_sha256(sets),
                 "prompt_ids_sha256": sha256_json([ids_sha256(reply) for reply in replies]), "seed": section.seed,
@@ -299,5 +216,7 @@ def report_of(found: Found, folder: Path) -> tuple[dict[str, Any], list[dict[str
                   "threads": None, "git": origin["git"], "time": origin["time"], "OMP_WAIT_POLICY": None,
                   "load_1m": origin["machine"]["load_1m"]},
         "settings": settings, "total": total, "sets": sets, "prompts": prompts_of(found, first, own),
-        "verdict": decide_server(total, sets, server), "server": server}
-    return report, [line for level in found.levels for line in lines_of(level, sides[level.concurrency])]
+        "verdict": decide_server(total, sets, server, measured_at(settings)), "server": server}
+    lines = [line for level in found.levels for line in lines_of(level, sides[level.concurrency])]
+    apart = found.greedy.speculative.replies if found.sampled else []
+    return report, lines + [{"concurrency": 1, "side": GREEDY, **asdict(record(reply))} for reply in apart]

@@ -9,13 +9,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from data.backends.stream import unknown_to
 from data.evalsets import read_sets
 from eval.earlier import read_report, sets_sha256
 from eval.live import Level, Live, Side, asks_of, check_settings
 from eval.live_figures import Measured, Record
+from eval.live_found import GREEDY, Earlier, Found
 from eval.live_page import write_live
-from eval.live_report import Earlier, Found, ids_sha256, report_of
-from eval.live_texts import Texts, classify, compared
+from eval.live_report import ids_sha256, report_of
+from eval.live_texts import Texts, asked_greedily, classify, compared, proving
+from eval.settings import AT, sampling_of, written
 from eval.track import check_tracker, log_figures
 from recipes.cli import run_folder, write_resolved
 from recipes.errors import ConfigError
@@ -35,22 +38,28 @@ def read_earlier(path: Path, settings: dict[str, Any]) -> Earlier:
     if report["server"]["drafting"]:
         raise ConfigError(f"{field}: that server drafted; measure it without a drafter")
     for name, value in settings.items():
-        if report["settings"].get(name) != value:
-            raise ConfigError(f"{field}: {name} was {report['settings'].get(name)!r}, now {value!r}; measure it again")
+        before = report["settings"].get(name, AT.get(name))
+        if before != value:
+            raise ConfigError(f"{field}: {name} was {before!r}, now {value!r}; measure it again")
     requests = path.with_name(REQUESTS)
     try:
         if sha256_file(requests) != report["server"]["requests_sha256"]:
             raise ConfigError(f"{requests}: is not the one that {path} was written with; measure it again")
         lines = [json.loads(line) for line in requests.read_text(encoding="utf-8").splitlines()]
-        levels = {int(name): Measured(level["speculative"], [
-            Record(**{key: value for key, value in line.items() if key not in ("concurrency", "side")})
-            for line in lines if line["concurrency"] == int(name) and line["side"] == "speculative"])
-            for name, level in report["server"]["levels"].items()}
+        levels = {int(name): Measured(level["speculative"], records_in(lines, int(name), "speculative"))
+                  for name, level in report["server"]["levels"].items()}
+        greedy = records_in(lines, 1, GREEDY)
     except OSError as error:
         raise ConfigError(f"{requests}: cannot be read ({error.strerror}); it belongs to {path}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {error!r}: made by another version; measure it again") from None
-    return Earlier(path, sha256_file(path), report, levels)
+    return Earlier(path, sha256_file(path), report, levels, greedy)
+
+
+def records_in(lines: list[dict[str, Any]], concurrency: int, side: str) -> list[Record]:
+    """The requests of one server at one concurrency out of requests.jsonl."""
+    return [Record(**{key: value for key, value in line.items() if key not in ("concurrency", "side")})
+            for line in lines if (line["concurrency"], line["side"]) == (concurrency, side)]
 
 
 def check_same(side: Side, earlier: Earlier) -> None:
@@ -63,19 +72,30 @@ def check_same(side: Side, earlier: Earlier) -> None:
                           f"{then['version']}, the server now has {now['model']} on {now['version']}; measure it again")
 
 
-async def measured(live: Live, earlier: Earlier | None) -> tuple[Side, Side | None, list[Level], Texts]:
-    """All concurrencies on one server, or on two in turns, and what differs between their texts."""
+async def measured(live: Live, earlier: Earlier | None) -> tuple[Side, Side | None, list[Level], Level, Texts]:
+    """All concurrencies on one server, or on two in turns; greedy answers, which are the smallest concurrency's where
+    nothing is sampled, and what differs between their texts."""
     section = live.server
     async with live.opened("base_url", section.metrics_urls) as side:
         if earlier:
             check_same(side, earlier)
         if not section.baseline_url:
-            return side, None, await live.levels(side, None), Texts()
+            levels = await live.levels(side, None)
+            return side, None, levels, (await proof(live, side, None, levels))[1], Texts()
         async with live.opened("baseline_url", []) as other:
             levels = await live.levels(side, other)
-            texts = compared(levels[0])
-            await classify(live, other, texts)
-            return side, other, levels, texts
+            asking, greedy = await proof(live, side, other, levels)
+            texts = compared(greedy, bool(live.section.stop))
+            await classify(asking, other, texts)
+            return side, other, levels, greedy, texts
+
+
+async def proof(live: Live, side: Side, other: Side | None, levels: list[Level]) -> tuple[Live, Level]:
+    """Greedy answers, and what asks for them."""
+    if live.sampling.greedy:
+        return live, levels[0]
+    asking = proving(live.section, live.works)
+    return asking, await asked_greedily(asking, side, other)
 
 
 def place_of(recipe: Recipe) -> Path:
@@ -88,6 +108,11 @@ def place_of(recipe: Recipe) -> Path:
     if recipe.eval.acceptance != "exact":
         raise ConfigError(f"eval.acceptance = {recipe.eval.acceptance}: is a rule of the loop here; a server has its "
                           "own: set it to exact")
+    kind = recipe.eval.server.kind
+    unknown = unknown_to(kind, sampling_of(recipe.eval))
+    if unknown:
+        raise ConfigError(f"eval.sampling.{unknown[0]} = {getattr(recipe.eval.sampling, unknown[0])}: a server of "
+                          f"eval.server.kind = {kind} has no field for it; leave it at its default")
     return run_folder(recipe) / "eval" / recipe.eval.server.label
 
 
@@ -111,7 +136,8 @@ def evaluated_live(recipe: Recipe) -> tuple[dict[str, Any], Path]:
         if path.resolve().parent == out.resolve():
             raise ConfigError(f"eval.server.baseline_report = {path}: would be overwritten by this report; give one of "
                               "the two another eval.server.label")
-        earlier = read_earlier(path, {"prompts_sha256": sets_sha256(sets), "max_tokens": section.max_tokens})
+        earlier = read_earlier(path, {"prompts_sha256": sets_sha256(sets), "max_tokens": section.max_tokens,
+                                      **written(sampling_of(section), section.stop)})
     found = Found(recipe, sets, dropped, earlier, *asyncio.run(measured(Live(section, works), earlier)))
     write_resolved(recipe, ["eval"])
     report, lines = report_of(found, folder)

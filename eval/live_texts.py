@@ -1,19 +1,23 @@
 """Are the greedy answers of two servers the same, and where they differ, was it a near-tie?
 
+Where a recipe samples, what was measured says nothing of that: both are asked greedily beside it.
 A server's arithmetic depends on what else it computes at the time, so that two tokens of almost equal logits may change
 places without anything being wrong. The baseline is asked for the probabilities at the first difference.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from os.path import commonprefix
 from typing import Any
 
 from data.backends.base import Fault
 from data.backends.client import Client
 from data.backends.stream import PATH, Stream, chat_body
-from eval.live import Level, Live, Reply, Run, Side
+from eval.figures import spread
+from eval.live import Level, Live, Reply, Run, Side, Work
+from eval.settings import greedy_of
 from recipes.errors import RunError
+from recipes.schema import Eval, Sampling
 
 MOST_ASKED = 64  # differences whose gap is asked for
 
@@ -39,19 +43,36 @@ class Texts:
     differences: list[Difference] = field(default_factory=list)
 
 
-def first_difference(a: Stream, b: Stream) -> tuple[int, bool] | None:
-    """(place, by token) of the first difference of two answers; None where they are equal."""
+def proving(section: Eval, works: list[Work]) -> Live:
+    """Asks eval.lossless_prompts of these conversations greedily, with the recipe's repetition penalty and stop
+    strings."""
+    greedy = Sampling(**asdict(greedy_of(section)["sampling"]))
+    return Live(replace(section, sampling=greedy), [works[i] for i in spread(works, section.lossless_prompts)])
+
+
+async def asked_greedily(live: Live, side: Side, other: Side | None) -> Level:
+    """The answers of one or both servers, one request at a time; their times and counters are of no use."""
+    runs = {}
+    for one in [one for one in (other, side) if one]:
+        run = runs[one.field] = Run(sum(len(work.question.rounds) for work in live.works))
+        await live.turn(one, run, live.works, 1, "greedy")
+    return Level(1, 1, 1, runs[side.field], runs[other.field] if other else None)
+
+
+def first_difference(a: Stream, b: Stream, stops: bool = False) -> tuple[int, bool] | None:
+    """(place, by token) of the first difference of two answers; None where they are equal. stops: answers end at stop
+    strings too: then equal texts are equal, whatever tokens an engine wrote behind one."""
     if a.ids is not None and b.ids is not None:
-        if a.ids == b.ids:
+        if a.ids == b.ids or stops and a.text == b.text:
             return None
         same = next((i for i, pair in enumerate(zip(a.ids, b.ids)) if pair[0] != pair[1]), min(len(a.ids), len(b.ids)))
         return same, True
     return None if a.text == b.text else (len(commonprefix([a.text, b.text])), False)
 
 
-def compared(level: Level) -> Texts:
+def compared(level: Level, stops: bool) -> Texts:
     """Each request that both servers answered, the first time that it was asked at this concurrency. Later turns of a
-    conversation whose earlier answers differ are other requests."""
+    conversation whose earlier answers differ are other requests. stops: as in `first_difference`."""
     found = Texts()
     if level.baseline is None:
         return found
@@ -61,7 +82,7 @@ def compared(level: Level) -> Texts:
         if reply.work.repeat or other is None or reply.messages != other.messages:
             continue
         found.prompts, found.tokens = found.prompts + 1, found.tokens + other.stream.tokens
-        place = first_difference(reply.stream, other.stream)
+        place = first_difference(reply.stream, other.stream, stops)
         if place:
             found.differences.append(Difference(reply, other, *place))
     return found
@@ -83,7 +104,7 @@ async def classify(live: Live, baseline: Side, texts: Texts) -> None:
     for one in texts.differences[:MOST_ASKED]:
         work, stream = one.baseline.work, one.baseline.stream
         body = chat_body(live.server.kind, baseline.client.server.model, one.baseline.messages, work.question.tools,
-                         live.section.max_tokens)
+                         live.section.max_tokens, "", live.sampling, live.section.stop)
         body |= {"stream": False, "logprobs": True, "top_logprobs": 2}
         del body["stream_options"]
         try:

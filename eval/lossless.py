@@ -1,37 +1,39 @@
 """Does speculation change the text? Greedy ids against plain decoding, sampled tokens against the target's own p."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from scipy.stats import chi2, combine_pvalues
 from torch import Tensor
 
-from data.sampling import Sampling, probabilities
+from data.sampling import Sampling, penalised, probabilities
 from drafters.base import Drafter
 from drafters.target import Prefix, Target
 from drafters.tree import Draft, StaticTree, chain
-from eval.decode import Decoder, Output
+from eval.decode import GREEDY, Decoder, Output
 from eval.verify import verify_sampled
 
+FREE = Sampling(1.0, top_p=0.95)  # what the sampling test is made at where the evaluation samples nothing
 ELEMENTS = 2**24  # of a distribution a row that a test holds at a time
 TWO = StaticTree(((0,), (1,)))
 
 
 def compare_greedy(target: Target, prompts: list[list[int]], plain: list[Output], spec: list[Output],
-                   tolerance: float) -> dict[str, float]:
+                   tolerance: float, sampling: Sampling = GREEDY) -> dict[str, float]:
     """Counts prompts whose greedy ids differ, each first difference classified by the target's top-2 logit gap.
 
-    A gap below `tolerance` at the first difference is a near-tie: batched verification rounds differently and
-    either token is the target's. Anything else is a mismatch. `tie_gap` is the tolerance.
+    sampling: what both sides were decoded with, whose repetition penalty acts on the logits. A gap below `tolerance` at
+    the first difference is a near-tie: batched verification rounds differently and either token is the target's.
+    Anything else is a mismatch. `tie_gap` is the tolerance.
     """
     mismatches = near_ties = 0
     for prompt, a, b in zip(prompts, plain, spec):
         at = first_difference(a.tokens, b.tokens)
         if at is None:
             continue
-        if top2_gap(target, prompt + a.tokens[:at]) < tolerance:
+        if top2_gap(target, prompt + a.tokens[:at], sampling) < tolerance:
             near_ties += 1
         else:
             mismatches += 1
@@ -47,11 +49,15 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def top2_gap(target: Target, ids: list[int]) -> float:
-    """Difference of the two largest logits after `ids`."""
+def top2_gap(target: Target, ids: list[int], sampling: Sampling = GREEDY) -> float:
+    """Difference of the two largest logits after `ids`, behind a repetition penalty."""
     row = torch.tensor([ids], device=target.device)
     positions = torch.arange(len(ids), device=target.device)[None]
-    top = target.forward(row, positions).logits[0, -1].float().topk(2).values
+    logits = target.forward(row, positions).logits[0, -1]
+    if sampling.remembers:
+        seen = torch.zeros_like(logits, dtype=torch.bool).index_fill_(0, row[0], True)
+        logits = penalised(logits, sampling.repetition_penalty, seen)
+    top = logits.float().topk(2).values
     return float(top[0] - top[1])
 
 
@@ -104,8 +110,9 @@ def on_support(p: Tensor, drafted: Tensor, q: Tensor | None) -> tuple[Tensor, Te
 
 
 def sampling_report(target: Target, drafter: Drafter, prompts: list[list[int]], draws: int, seed: int,
-                    tree: bool = False) -> dict[str, float]:
-    """Chi-square and total variation over contexts, deterministic and sampled drafts in turn, at temperature 1.
+                    tree: bool = False, sampling: Sampling = FREE) -> dict[str, float]:
+    """Chi-square and total variation over contexts, deterministic and sampled drafts in turn, at these settings, whose
+    temperature is above 0.
 
     tree: two guesses in every other pair of contexts, as a tree has them. A context in which the drafter proposes
     nothing is left out. `p_value` combines the contexts' by Fisher's method; `max_tv` is the largest distance, which
@@ -114,10 +121,10 @@ def sampling_report(target: Target, drafter: Drafter, prompts: list[list[int]], 
     results = []
     for i, prompt in enumerate(prompts):
         plan = TWO if tree and i % 4 > 1 else chain(1)
-        logits, proposal = first_draft(target, drafter, prompt, i % 2 == 1, seed + i, draws, plan)
+        logits, proposal = first_draft(target, drafter, prompt, i % 2 == 1, seed + i, draws, plan, sampling)
         if not proposal.tokens.numel():
             continue
-        p = probabilities(logits[None], Sampling(temperature=1.0, top_p=0.95))[0]
+        p = probabilities(logits[None], sampling)[0]
         q = None if proposal.q is None else proposal.q[0, 0]
         results.append(judge_context(p, proposal.tokens, q, draws, seed + i))
     if not results:
@@ -129,14 +136,18 @@ def sampling_report(target: Target, drafter: Drafter, prompts: list[list[int]], 
 
 @torch.inference_mode()
 def first_draft(target: Target, drafter: Drafter, prompt: list[int], sampled: bool, seed: int, draws: int,
-                plan: StaticTree) -> tuple[Tensor, Draft]:
-    """The target's logits [V] after prompt and first token, and `draws` proposals [draws, n] of the drafter there."""
-    decoder = Decoder(target, max_tokens=2, end_ids=[], seed=seed)
-    decoder.generator = torch.Generator().manual_seed(seed)
+                plan: StaticTree, sampling: Sampling) -> tuple[Tensor, Draft]:
+    """The target's logits [V] after prompt and first greedy token, behind a repetition penalty, and `draws` proposals
+    [draws, n] of the drafter there."""
+    decoder = Decoder(target, 2, replace(sampling, temperature=0.0), end_ids=[], seed=seed)
+    decoder.begin([prompt])
     rows = decoder.prefill([prompt], [0], [Output()], Prefix(), drafter, len(prompt) + 2 + plan.room)
     proposal = rows.session.propose(plan, decoder.sample_draft if sampled else None)
     states = target.forward(rows.last[:, None], rows.length[:, None], rows.cache)
-    logits = states.logits[0, 0].cpu()
+    logits = states.logits[0, 0]
+    if rows.seen is not None:
+        logits = penalised(logits, sampling.repetition_penalty, rows.seen[0])
+    logits = logits.cpu()
     if proposal.q is None:
         return logits, Draft(proposal.tokens.cpu().expand(draws, -1))
     q = proposal.q[:, :1].cpu()

@@ -19,6 +19,7 @@ from drafters.registry import REGISTRY, entry, options_of
 from drafters.target import default_layers, resolve_model
 from eval.plan_load import loads
 from eval.plan_machine import formats, hardware_of, machines
+from eval.settings import greedy_of, how_of
 from recipes import stages
 from recipes.cli import Command, process
 from recipes.cost import Format, dollars, weights_per_gpu
@@ -77,14 +78,14 @@ def training(recipe: Recipe, size: DraftSize, load: Load) -> Training:
                     section.accumulation, section.validate_every, section.save_every,
                     section.validation_draft_length, section.keep, recipe.plan.zero_stage,
                     section.dtype == "bfloat16", "stored" if recipe.trace.mode == "store" else "computed", kept,
-                    recipe.trace.dtype)
+                    recipe.trace.dtype, getattr(options, "depth_floor", 0.0))
 
 
 def judging(recipe: Recipe, size: DraftSize) -> Judging:
     e, x = recipe.eval, recipe.export
     return Judging(size, e.draft_length, e.max_tokens, e.batch_size, e.lossless_prompts, e.speed_prompts,
                    e.speed_tokens, tuple(e.batch_sizes), e.sampling_contexts, e.sampling_draws, tuple(x.formats),
-                   ITEM[x.dtype], x.check, x.check_prompts, x.check_tokens)
+                   ITEM[x.dtype], x.check, x.check_prompts, x.check_tokens, greedy_of(e) != how_of(e))
 
 
 def estimate(recipe: Recipe, shape: ModelShape, size: DraftSize, keeps: tuple[Format, Format, Format],

@@ -13,13 +13,13 @@ from recipes.schema import Plan, Recipe
 from recipes.stages import Machine
 
 BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0}
-EAGER = ("eager PyTorch: Llama-3.1-8B on an H100 8.4 ms a step where CUDA graphs take 5.1 (cloudai.pt: 0.1 ms a "
-         "layer), Llama-7B on an A100 39 ms where its weights take 7 (pytorch.org, accelerating-generative-ai-2: 1 ms)")
+EAGER = ("eager PyTorch: Qwen2.5-7B on an H100 reads at 27 % of the bandwidth (arXiv 2605.30571: 0.35 ms a layer), "
+         "Llama-7B on an A100 39 ms where its weights take 7 (pytorch.org, accelerating-generative-ai-2: 1 ms)")
 GRAPHS = ("CUDA graphs: from nothing to what Kimi-K2 leaves of 15.8 ms a step on eight H200 in SGLang (SpecForge's "
           "data.json); Llama-3.1-8B leaves less of 7.07 ms on an H100 in vLLM (issue 20780)")
 LINK_SHARE = 0.8  # of a link's peak that a sum over GPUs reaches
-READING = ("70B fp8 on an H200 in TensorRT-LLM 74 % of what reading the weights allows; 8B on an H100 with CUDA graphs "
-           "88 % (cloudai.pt); a smaller model reaches less")
+READING = ("70B fp8 on an H200 in TensorRT-LLM 74 % of what reading the weights allows; 7B and 8B in bf16 on an A100 "
+           "with CUDA graphs 72 to 74 % (READMEs of gpt-fast, torchao); a smaller model reaches less")
 PRODUCTS = ("training on H100 in bf16 reached 0.26 to 0.46 of the peak, 0.59 with recomputation counted "
             "(llm-foundry's table, 760M to 70B); narrow drafters reach less")
 

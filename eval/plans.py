@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from data.sampling import Sampling
 from drafters.registry import plans_of
 from drafters.tree import DynamicTree, Plan, StaticTree, chain
-from eval.verify import Typical
 from recipes.errors import ConfigError
 from recipes.schema import Eval
 
@@ -50,14 +48,6 @@ def check_longest(tokens: int, drafter: Any, field: str) -> None:
 def room_of(section: Eval, plan: Plan) -> int:
     """Most places that a draft takes, whatever is chosen."""
     return max(plan.room, section.tree.total) if section.choose == "tree" else plan.room
-
-
-def rule_of(section: Eval) -> dict[str, Any]:
-    """What a Decoder is told of sampling and acceptance: nothing for exact, greedy text."""
-    if section.acceptance == "exact":
-        return {}
-    rule = section.typical
-    return {"sampling": Sampling(rule.temperature), "typical": Typical(rule.epsilon, rule.delta)}
 
 
 def described(plan: Plan) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""An independent reader of exported EAGLE-3 folders: plain torch, no cache, from the format alone.
+"""An independent reader of exported EAGLE-3 and parallel folders: plain torch, no cache, from the format alone.
 
 It shares no code with training, decoding or export, so that an error there cannot hide in here too (case 12).
 Slow on purpose: every draft step recomputes the drafter's whole sequence; the target's text comes from transformers'
-own cache. Source: formats.md sections 1, 7, eagle3.md.
+own cache. Source: formats.md sections 1, 4, 7, eagle3.md.
 S tokens of one sequence, H draft hidden size, Ht target hidden size, V target vocabulary, D draft vocabulary,
 K draft length, nh heads, nkv key/value heads, hd head dimension, n taps.
 """
@@ -80,7 +80,11 @@ class ReadDrafter:
             raise RunError(f"{folder}: cannot be read: {error}; export again") from None
         if "speculators_model_type" in self.config:
             self.read_speculators()
+        if self.config.get("draft_vocab_size") == self.config["vocab_size"]:  # a full vocabulary has no maps
+            self.weights.setdefault("d2t", torch.zeros(self.config["vocab_size"], dtype=torch.long))
+            self.weights.setdefault("t2d", torch.ones(self.config["vocab_size"], dtype=torch.bool))
         self.layers = self.config["eagle_aux_hidden_state_layer_ids"]
+        self.mask = self.config.get("ptd_token_id")  # token of the places to come; None: one token a pass
         self.further = [f"layers.{i}" for i in range(1, self.config["num_hidden_layers"])]
         self.check_names(folder)
         d2t, _ = self.weights.pop("d2t"), self.weights.pop("t2d")
@@ -89,6 +93,8 @@ class ReadDrafter:
         if len(set(self.target_ids)) != len(d2t) or not all(0 <= i < V for i in self.target_ids):
             raise RunError(f"{folder}: d2t decodes to repeated ids or ids not in 0..{V - 1}; export again")
         self.weights = {name: t.to(model.device, model.dtype) for name, t in self.weights.items()}
+        if self.mask is not None and not 0 <= self.mask < V:
+            raise RunError(f"{folder}: ptd_token_id = {self.mask} is not in 0..{V - 1}; export again")
         own = self.weights.get("embed_tokens.weight")
         self.embedding = model.get_input_embeddings().weight if own is None else own  # [V, H]
         self.frequencies = inverse_frequencies(self.config).to(model.device)
@@ -100,15 +106,13 @@ class ReadDrafter:
 
     def read_speculators(self) -> None:
         """Takes the other layout's config (formats.md section 2) and names for the native ones: the decoder has a
-        config of its own, its layer is layers.0, and a full vocabulary has no maps."""
+        config of its own, and its layer is layers.0."""
         outer, inner = self.config, self.config["transformer_layer_config"]
         self.config = {**inner, **{key: outer[key] for key in (
-            "norm_before_residual", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")}}
+            "norm_before_residual", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size")},
+                       "ptd_token_id": outer.get("mask_token_id")}
         self.weights = {name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
                         for name, tensor in self.weights.items()}
-        if outer["draft_vocab_size"] == inner["vocab_size"]:
-            self.weights.setdefault("d2t", torch.zeros(inner["vocab_size"], dtype=torch.long))
-            self.weights.setdefault("t2d", torch.ones(inner["vocab_size"], dtype=torch.bool))
 
     def check_names(self, folder: Path) -> None:
         """Raises RunError where a tensor is missing, or is one that this reader leaves unused (case 13)."""
@@ -118,7 +122,9 @@ class ReadDrafter:
         wanted |= {"midlayer.hidden_norm.weight", "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
         if self.config.get("fc_norm"):
             wanted |= {f"fc_norm.{i}.weight" for i in range(len(self.layers))}
-        wrong = wanted ^ (self.weights.keys() - {"embed_tokens.weight"})
+        if self.mask is not None:
+            wanted |= {"mask_hidden", "embed_tokens.weight"}  # the masks' embedding is a row of that table
+        wrong = wanted ^ (self.weights.keys() - ({"embed_tokens.weight"} - wanted))
         if wrong:
             raise RunError(f"{folder}: missing or unexpected: {', '.join(sorted(wrong))}; export again")
 
@@ -181,7 +187,9 @@ class ReadDrafter:
         return [self.target_ids[int(logits.argmax())] for logits in self.draft_logits(taps, tokens, length)]
 
     def draft_logits(self, taps: list[Tensor], tokens: list[int], length: int) -> list[Tensor]:
-        """Logits [D] of each step of `draft`."""
+        """Logits [D] of each step of `draft`; of a parallel drafter one pass has them all."""
+        if self.mask is not None:
+            return self.parallel_logits(taps, tokens, length)
         state, following, found = self.combine(taps), tokens[1:], []
         for _ in range(length):
             feedback, output = self.step(state, following)
@@ -189,6 +197,14 @@ class ReadDrafter:
             state = torch.cat([state, feedback[-1:]])
             following = [*following, self.target_ids[int(found[-1].argmax())]]
         return found
+
+    def parallel_logits(self, taps: list[Tensor], tokens: list[int], length: int) -> list[Tensor]:
+        """K logits [D] of one causal pass: behind the target's states come K - 1 rows of the learned state and the
+        mask's token, at the positions that follow."""
+        learned = self.weights["mask_hidden"].reshape(1, -1).chunk(len(self.layers), dim=-1)
+        state = torch.cat([self.combine(taps), self.combine(list(learned)).expand(length - 1, -1)])
+        _, output = self.step(state, [*tokens[1:], *[self.mask] * (length - 1)])
+        return list(self.linear("lm_head", output[-length:]))
 
 
 def read_target(model: nn.Module, tokens: list[int], layers: list[int]) -> tuple[list[int], list[Tensor]]:

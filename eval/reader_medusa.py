@@ -35,13 +35,15 @@ class ReadMedusa:
         self.target_ids = weights.pop("token_map", torch.arange(V)).tolist()  # ids, not offsets
         if len(set(self.target_ids)) != len(self.target_ids) or not all(0 <= i < V for i in self.target_ids):
             raise RunError(f"{folder}: token_map has repeated ids or ids not in 0..{V - 1}; export again")
+        # Where the config cuts no vocabulary vLLM skips the map: any row can be proposed, though some were never meant.
+        self.skips_map = not original and self.config.get("truncated_vocab_size", V) == V
         unread = dict(weights)
         try:
             self.heads = (self.original if original else self.vllm)(unread)
         except KeyError as error:
             raise RunError(f"{folder}: {error.args[0]} missing; export again") from None
         rows = {len(projection) for _, projection in self.heads}
-        if unread or rows != {len(self.target_ids)}:
+        if unread or rows != {V if self.skips_map else len(self.target_ids)}:
             raise RunError(f"{folder}: unexpected: {', '.join(sorted(unread)) or f'projections of {rows} rows'}; "
                            "export again")
         device, dtype = model.device, model.dtype
@@ -71,10 +73,16 @@ class ReadMedusa:
 
     def draft(self, taps: list[Tensor], tokens: list[int], length: int) -> list[int]:
         """K target ids that follow `tokens` (t + 2 of them), from the target's final state at position t."""
-        return [self.target_ids[int(logits.argmax())] for logits in self.draft_logits(taps, tokens, length)]
+        best = [int(logits.argmax()) for logits in self.logits(taps, length)]
+        return best if self.skips_map else [self.target_ids[row] for row in best]
 
     def draft_logits(self, taps: list[Tensor], tokens: list[int], length: int) -> list[Tensor]:
-        """Logits [D] of each head of `draft`. RunError where there are fewer heads than tokens are asked for."""
+        """Logits [D] of each head of `draft`, of the tokens that it is meant to propose."""
+        found = self.logits(taps, length)
+        return [logits[self.target_ids] for logits in found] if self.skips_map else found
+
+    def logits(self, taps: list[Tensor], length: int) -> list[Tensor]:
+        """Logits of all rows of each head. RunError where there are fewer heads than tokens are asked for."""
         if length > len(self.heads):
             raise RunError(f"{length} tokens a draft, but the export has {len(self.heads)} heads")
         found = []

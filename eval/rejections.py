@@ -1,6 +1,7 @@
 """Where drafts fail: the target's entropy at accepted and rejected tokens, and which tokens are rejected most.
 
-The entropies come from one pass over prompt and answer afterwards, so that the timed loop does nothing for them.
+The entropies are of the distribution that tokens are drawn from; greedily, of that at temperature 1. They come from one
+pass over prompt and answer afterwards, so that the timed loop does nothing for them.
 Legend: B rows, S sequence, V vocabulary.
 """
 
@@ -9,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from data.sampling import Sampling, penalised, probabilities
 from drafters.target import Target
-from eval.decode import Output
+from eval.decode import GREEDY, Output
 from eval.rows import Row
 
 ENTROPIES = [0.0, 0.1, 0.5, 1.0, 2.0, 4.0]  # nats
@@ -42,8 +45,10 @@ def places(rows: list[Row], outputs: list[Output]) -> list[Place]:
 
 
 @torch.inference_mode()
-def entropies(target: Target, rows: list[Row], outputs: list[Output]) -> list[list[float]]:
-    """Entropy in nats of the target's next-token distribution (temperature 1) before each answer token, by row."""
+def entropies(target: Target, rows: list[Row], outputs: list[Output], sampling: Sampling = GREEDY) -> list[list[float]]:
+    """Entropy in nats of the target's next-token distribution before each answer token, by row: behind all logits
+    processors where tokens are sampled, at temperature 1 behind a repetition penalty where they are not."""
+    free = Sampling(1.0) if sampling.greedy else sampling
     texts = [row.ids + o.tokens for row, o in zip(rows, outputs)]
     found: list[list[float]] = [[] for _ in rows]
     order = sorted(range(len(rows)), key=lambda i: len(texts[i]))
@@ -56,8 +61,20 @@ def entropies(target: Target, rows: list[Row], outputs: list[Output]) -> list[li
         final = target.forward(ids, positions, logits=False).final  # [B, S, H]
         for state, i in zip(final, part):
             logits = target.head(state[len(rows[i].ids) - 1 : len(texts[i]) - 1]).float()  # [answer, V]
-            found[i] = torch.distributions.Categorical(logits=logits).entropy().tolist()
+            if sampling.remembers:
+                seen = seen_before(rows[i].ids, outputs[i].tokens, logits.shape[-1]).to(logits.device)
+                logits = penalised(logits, sampling.repetition_penalty, seen)
+            found[i] = torch.special.entr(probabilities(logits, free)).sum(-1).tolist()
     return found
+
+
+def seen_before(prompt: list[int], answer: list[int], vocab_size: int) -> Tensor:
+    """[len(answer), V] bool: tokens of the prompt and of the answer before each token of it."""
+    seen = torch.zeros(len(answer), vocab_size, dtype=torch.bool)
+    seen[:, prompt] = True
+    for place, token in enumerate(answer):
+        seen[place + 1 :, token] = True
+    return seen
 
 
 def by_entropy(judged: list[tuple[float, bool]]) -> list[dict[str, Any]]:
@@ -69,12 +86,13 @@ def by_entropy(judged: list[tuple[float, bool]]) -> list[dict[str, Any]]:
     return [{"from": b, "to": ends[b], "accepted": yes, "rejected": no} for b, (yes, no) in sorted(counts.items())]
 
 
-def entropy_figures(target: Target, rows: list[Row], outputs: list[Output]) -> dict[str, Any] | None:
+def entropy_figures(target: Target, rows: list[Row], outputs: list[Output], sampling: Sampling = GREEDY,
+                    ) -> dict[str, Any] | None:
     """Entropy at rejections against accepted places, over these answers; None where nothing was drafted."""
     judged_places = places(rows, outputs)
     if not judged_places:
         return None
-    nats = entropies(target, rows, outputs)
+    nats = entropies(target, rows, outputs, sampling)
     judged = [(nats[p.row][p.index - len(rows[p.row].ids)], p.accepted) for p in judged_places]
     means = {}
     for name, right in (("rejected", False), ("accepted", True)):

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eval.plots import draw
+from eval.settings import measured_at
 from eval.summary import markdown
 from eval.verdict import kinds
 from recipes.errors import RunError
@@ -34,7 +35,7 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         f"Lossless                {counted(greedy['mismatches'], 'mismatch', 'mismatches')}"
         f" in {counted(greedy['prompts'], 'prompt')}, {counted(greedy['tokens'], 'token')};"
         f" {counted(greedy['near_ties'], 'near-tie')}",
-        f"Verdict                 {verdict['decision']}",
+        f"Verdict                 {verdict['decision']}, at {measured_at(report['settings'])}",
         *(f"                        - {reason}" for reason in verdict["reasons"]),
     ]
 
@@ -70,7 +71,7 @@ def render_html(report: dict[str, Any], curve: list[dict[str, Any]]) -> str:
     """
     parts = kinds(report["sets"])
     return page("report.html.j2", report=report, curve=curve, plots=draw(report, parts, curve),
-                tone=tone(report["verdict"]["decision"]))
+                tone=tone(report["verdict"]["decision"]), measured=measured_at(report["settings"]))
 
 
 def page(template: str, **values: Any) -> str:
@@ -78,7 +79,7 @@ def page(template: str, **values: Any) -> str:
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
                               undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(fixed=fixed, percent=percent, interval=interval, counted=counted, plain=plain,
-                               quoted=quoted)
+                               quoted=quoted, measured_at=measured_at)
     return environment.get_template(template).render(**values)
 
 

@@ -8,18 +8,16 @@ import dataclasses
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import NonNegativeFloat
 from rich.console import Console
-from rich.table import Table
 
-from eval import roi_check, roi_files, roi_fleet, roi_measure, roi_page, roi_server, roi_validate
+from eval import roi_check, roi_files, roi_fleet, roi_measure, roi_page, roi_server, roi_table, roi_validate
 from eval.roi_calibrate import Observation
 from eval.roi_claim import claims_of
 from eval.roi_files import Calibration, read_calibration
-from eval.roi_serving import methods_of, quantised, serving, training_hours
+from eval.roi_serving import hours_of, methods_of, quantised, serving
 from eval.roi_worth import worth
 from recipes.cli import Command, process
 from recipes.errors import ConfigError, RunError
@@ -32,6 +30,7 @@ class Options:
     """What the sub-commands take beside the recipe."""
 
     draft_length: NonNegativeInt = opt(0, "measure a server: the draft length that it was started with; 0: no drafter")
+    synthetic: bool = opt(False, "measure a server: it was started with synthetic acceptance (fine for step times)")
     steps: str = opt("", "calibrate: the measured steps; empty is runs/<name>/roi/steps.json")
     calibration: str = opt("", "plan: the calibration; empty is runs/<name>/roi/calibration.json")
     reports: list[str] = opt([], "plan: measured acceptance, one file a drafter; empty is runs/<name>/eval/report.json")
@@ -56,7 +55,7 @@ def measure(recipe: Recipe, options: Options, words: list[str]) -> None:
     path = folder_of(recipe) / "steps.json"
     if recipe.generation.server.base_url:
         before = roi_files.read_steps(path) if path.exists() else None
-        steps = roi_server.measure(recipe, options.draft_length, before)
+        steps = roi_server.measure(recipe, options.draft_length, before, options.synthetic)
     else:
         steps = roi_measure.measure(recipe, lambda said: console.print(said, highlight=False))
     write_json(path, dataclasses.asdict(steps))
@@ -106,6 +105,8 @@ def plan(recipe: Recipe, options: Options, words: list[str]) -> None:
     calibration = read_calibration(Path(options.calibration or folder / "calibration.json"))
     planner, target = serving(recipe, calibration)
     bits = quantised(recipe)
+    if options.fleet and options.reports:
+        raise ConfigError("--reports: a fleet's workloads name their own; leave it out")
     if options.fleet:
         loads = roi_fleet.read_fleet(Path(options.fleet))
         pairs = [(load, methods_of(planner, [load.report], roi_fleet.planner_of(planner, load).section.domain, bits)[0])
@@ -115,36 +116,19 @@ def plan(recipe: Recipe, options: Options, words: list[str]) -> None:
         print(*roi_fleet.lines(found), f"fleet: {folder / 'fleet.json'}", sep="\n")
         return
     paths = options.reports or [str(Path(recipe.runs_dir) / recipe.name / "eval" / "report.json")]
-    hours, hours_from = training_hours(recipe)
-    found = worth(planner, methods_of(planner, paths, recipe.roi.domain, bits), target, hours, hours_from)
+    methods = methods_of(planner, paths, recipe.roi.domain, bits)
+    hours = hours_of(recipe, paths, methods)
+    found = worth(planner, methods, target, hours)
+    if recipe.roi.training_gpu_hours and not hours:
+        found["notes"].append(f"roi.training_gpu_hours = {recipe.roi.training_gpu_hours:g} is of one drafter, and "
+                              "which one is not known: give training_gpu_hours in each one's file")
     found["time"] = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(folder / "roi.json", found)
     write_text(folder / "roi.html", roi_page.render(found))
     console = Console()
     console.width = max(console.width, 120)
-    show(found, console)
+    roi_table.show(found, console)
     print(f"plan: {folder / 'roi.json'}", f"page: {folder / 'roi.html'}", sep="\n")
-
-
-def show(found: dict[str, Any], console: Console) -> None:
-    """The table that an engineer checks, then the sentences."""
-    table = Table("method", "batch", "K", "acceptance", "tokens/s", "ms a token", "p99", "GB a GPU", "$/M full",
-                  "GPUs", "$/M at demand", title=f"{found['target']} on {found['tensor_parallel']} x "
-                                                 f"{found['hardware']} a replica")
-    for row in roi_page.table_rows(found):
-        at = row["demand"] or {}
-        table.add_row(row["name"], str(row["batch"]), str(row["K"] or ""), f"{row['kept']:.2f}" if row["K"] else "",
-                      f"{row['tok_s']:,.0f}", f"{row['ms']:.2f}",
-                      "not said" if row["ms_p99"] is None else f"{row['ms_p99']:.2f}", f"{row['memory'] / 1e9:.1f}",
-                      f"{row['full_load']:.3f}" if row["full_load"] else "", str(at.get("gpus", "")),
-                      f"{at['dollars_per_million']:.3f}" if "dollars_per_million" in at else "")
-    console.print(table)
-    for name, curve in found["curves"].items():
-        for row in curve:
-            print(f"{name:16} batch {row['batch']:4}  K {row['K']}  speedup {row['speedup']:.2f}  "
-                  f"(90 % {row['low']:.2f} to {row['high']:.2f})")
-    for line in [*found["prose"], *(f"note: {n}" for n in found["notes"])]:
-        print(line)
 
 
 def check(recipe: Recipe, options: Options, words: list[str]) -> None:

@@ -55,10 +55,12 @@ class Acceptance:
     engine: dict[str, Any] = opt({}, "engine of its own step times, where it has any")
     requests: NonNegativeInt = opt(0, "requests whose own acceptance length was recorded")
     slowest: NonNegativeFloat = opt(0.0, "acceptance length that 99 of 100 requests exceed; 0 is not recorded")
+    training_gpu_hours: NonNegativeFloat = opt(0.0, "GPU hours that its training took, its data included; 0: not "
+                                                    "known, or nothing was trained")
     size: dict[str, Any] = opt({}, "sizes of the drafter; empty: as wide as its target")
-    layers: NonNegativeInt = opt(0, "of a layer_cut; 0 is a third of the target's")
-    vocab: NonNegativeInt = opt(0, "Medusa: tokens that a head can propose; 0: as the measured steps have it, else the "
-                                   "target's vocabulary")
+    layers: NonNegativeInt = opt(0, "of a layer_cut: 0 is a third of the target's; of EAGLE-3: 0 is one")
+    vocab: NonNegativeInt = opt(0, "EAGLE-3, Medusa: tokens that it can propose; 0: as the measured steps have it, "
+                                   "else 32,000, of Medusa the target's vocabulary")
     blocks: PositiveInt = opt(1, "Medusa: residual blocks of a head")
 
     def kept(self, K: int) -> float:
@@ -108,16 +110,25 @@ def read_acceptance(path: Path, domain: str, bits: Mapping[str, float] | None = 
     elif str(schema).startswith("drafthouse.report/") and "server" in values:
         raise ConfigError(f"{path}: is of a running server, which does not say what drafter it runs; name the report "
                           f"of `make eval` without eval.server, or write what is known of it as {ACCEPTANCE}")
-    elif str(schema).startswith("drafthouse.report/") and values.get("settings", {}).get("lossy"):
+    elif str(schema).startswith("drafthouse.report/") and _is_lossy(values):
         raise ConfigError(f"{path}: of typical acceptance, which is lossy and which engines do not have; run "
                           "`make eval` with eval.acceptance: exact")
     elif str(schema).startswith("drafthouse.report/"):
-        found = _of_report(values, domain, bits or {})
+        try:
+            found = _of_report(values, domain, bits or {})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}: is no whole report ({type(error).__name__}: {error}); run `make eval` "
+                              "again") from None
     else:
         raise ConfigError(f"{path}: schema {schema!r}: must be an eval/report.json or {ACCEPTANCE}")
     found.check(str(path))
     refuse.made_up_acceptance(found.mode, found.prompts)
     return found
+
+
+def _is_lossy(report: dict[str, Any]) -> bool:
+    settings = report.get("settings")
+    return isinstance(settings, dict) and bool(settings.get("lossy"))
 
 
 def _of_report(report: dict[str, Any], domain: str, bits: Mapping[str, float]) -> Acceptance:
@@ -146,6 +157,8 @@ def shape_of_kind(drafter: dict[str, Any]) -> dict[str, int]:
     options = drafter.get("options", {})
     if drafter["kind"] == "medusa":
         return {"vocab": drafter.get("draft_vocab_size") or 0, "blocks": options.get("num_layers", 1)}
+    if drafter["kind"] == "eagle3":
+        return {"vocab": drafter.get("draft_vocab_size") or 0, "layers": options.get("num_layers", 1)}
     return {"layers": options.get("layers", 0)}
 
 
@@ -201,6 +214,9 @@ def draft_for(found: Acceptance, shape: ModelShape, steps: Steps) -> Draft:
     kind = kind_of(found.kind)
     same = kind == kind_of(steps.drafter.get("kind", ""))
     if same and (steps.drafter.get("size") or kind == "medusa" and not found.vocab):
-        return steps.draft()
+        timed = steps.draft()
+        if kind == "eagle3" and found.vocab:
+            timed = replace(timed, size=replace(timed.size, draft_vocab=found.vocab, layers=found.layers or 1))
+        return timed
     draft = draft_of(found.kind, shape, layers=found.layers, vocab=found.vocab, blocks=found.blocks)
     return replace(draft, bits=steps.drafter.get("bits", 16.0)) if same and kind == "medusa" else draft

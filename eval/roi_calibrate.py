@@ -35,11 +35,11 @@ PRIORS = {
         Constants(),
         {"moved": 0.15, "done": 0.3, "layer_us": 1.0, "reduce_us": 0.5, "cycle_us": 0.7, "draft_us": 0.7,
          "row_us": 1.0, "apart": 0.2, "rest": 0.5},
-        "a GPU engine with CUDA graphs. Share of the bandwidth, 15 us a layer taken off: gpt-fast's README, A100, 7B "
-        "in bf16 0.72, 70B in int8 0.66, 70B on two 0.76; half an MI250X, 7B 0.64; 8B in bf16 on an H100 0.97 "
-        "(cloudai.pt): geometric mean 0.74. Wide products reach about half of the peak; graphs leave about 15 us a "
-        "layer, a sum over NVLink 10 us; a drafter's pass and a cycle's bookkeeping are host work of tenths of a "
-        "millisecond to milliseconds"),
+        "a GPU engine with CUDA graphs. Share of the bandwidth, 15 us a layer taken off: 16-bit weights on one GPU in "
+        "the READMEs of gpt-fast (258ae2e: A100, 7B 0.72, 8B 0.72; half an MI250X, 7B 0.64) and of torchao (03d01ad: "
+        "A100, 7B 0.73, 8B 0.74): geometric mean 0.71. Wide products reach about half of the peak; graphs leave about "
+        "15 us a layer, a sum over NVLink 10 us; a drafter's pass and a cycle's bookkeeping are host work of tenths of "
+        "a millisecond to milliseconds"),
     "loop": Prior(
         Constants(1.0, 1.0, 900.0, 10.0, 2000.0, 2000.0, 100.0, 0.8, 1.0),
         {"moved": 0.3, "done": 0.3, "layer_us": 0.5, "reduce_us": 0.1, "cycle_us": 1.0, "draft_us": 1.0, "row_us": 1.0,

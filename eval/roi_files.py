@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from eval import roi_refuse as refuse
-from eval.roi_calibrate import NAMES, Fit, Observation, errors, fit, left_out
+from eval.roi_calibrate import NAMES, NOISE, Fit, Observation, errors, fit, left_out
 from eval.roi_names import draft_of, hardware_named, kind_of, products_dtype
 from eval.roi_validate import read_json
 from recipes.cost import Format
@@ -22,7 +22,7 @@ from recipes.loader import parse_into
 from recipes.model_shape import ModelShape, quantised_bits, shape_of
 from recipes.named_shapes import named, short_shape
 from recipes.schema import opt
-from recipes.speculation import Draft, Place, Step
+from recipes.speculation import IN_TURNS, OVERLAP, Draft, Place, Step, weight_read_bound
 
 STEPS, CALIBRATION = "drafthouse.steps/1", "drafthouse.calibration/1"
 OF_KINDS = ("layers", "vocab", "blocks")  # what a drafter is known by that has no sizes of its own
@@ -159,14 +159,15 @@ def bits_in(target: dict[str, Any]) -> float:
 
 
 def place_on(gpu: Hardware, shape: ModelShape, target: dict[str, Any], ranks: int, prompt_layer_us: float) -> Place:
-    """A target kept as `target` says on GPUs of this kind."""
+    """A target kept as `target` says on GPUs of this kind. A CPU's core moves and computes in turns."""
     bits = bits_in(target)
     other = float(target.get("other_bits") or 16.0)
     dtype = products_dtype(bits, gpu)
     dtype = target.get("dtype", dtype) if dtype == "bfloat16" else dtype
     keep = Format(bits, other, float(target.get("cache_bits") or other), ranks,
                   expanded=bool(target.get("expanded", False)))
-    return Place(shape, keep, gpu.bandwidth_tb_s * 1e12, gpu.flops(dtype), gpu.link_gb_s * 1e9, prompt_layer_us)
+    return Place(shape, keep, gpu.bandwidth_tb_s * 1e12, gpu.flops(dtype), gpu.link_gb_s * 1e9, prompt_layer_us,
+                 IN_TURNS if gpu.cpu else OVERLAP)
 
 
 def read_steps(path: Path) -> Steps:
@@ -197,9 +198,29 @@ class Calibration:
         return len(self.batches) > 1
 
 
+def require_possible(steps: Steps) -> None:
+    """Refusal 4 for an engine's step that no run can have, three times what repeated runs differ by allowed for: one
+    that reads the weights faster than the memory, or a cycle shorter than the plain step beside it, whose speedup would
+    be above its acceptance length; 8 for GPUs that cannot share the heads. The loop's steps are this project's own, on
+    hardware that was measured."""
+    if steps.profile == "loop":
+        return
+    place, slack = steps.place(), 1 + 3 * NOISE
+    refuse.split_replica(1, steps.tensor_parallel, place.shape)
+    plain = {(p.rows, p.context): p.ms for p in steps.points if p.what == "step" and not p.K}
+    for number, p in enumerate(steps.points):
+        where = f"points[{number}] ({p.what}, rows {p.rows}, K {p.K}, {p.ms:g} ms)"
+        rate, most = 1e3 * p.rows / p.ms, weight_read_bound(place.shape, place.keep, place.bandwidth, p.rows)
+        if p.what != "draft" and rate > slack * most:
+            refuse.beyond_bounds(tok_s=rate, bound=most, where=where)
+        gain = p.kept * plain.get((p.rows, p.context), 0.0) / p.ms
+        if p.what == "step" and p.K and gain > slack * p.kept:
+            refuse.beyond_bounds(speedup=gain, kept=p.kept, where=where)
+
+
 def calibrate(steps: Steps) -> Calibration:
     """Fits the steps that are not held out. ConfigError below the minimum: plain decoding and two draft lengths at one
-    batch."""
+    batch. Refusal 4 for a step that cannot be."""
     used = [p for p in steps.points if not p.held_out]
     cycles = [p for p in used if p.what == "step"]
     refuse.unmeasured_steps(len(cycles))
@@ -210,6 +231,7 @@ def calibrate(steps: Steps) -> Calibration:
     if not enough and not plain_only:
         raise ConfigError("calibrate: needs plain decoding and two draft lengths at one batch; the steps have "
                           + (", ".join(f"batch {p.rows} K {p.K}" for p in cycles) or "none"))
+    require_possible(steps)
     observations = steps.observations()
     found = fit(observations, steps.profile)
     return Calibration(found, steps, max(p.tokens for p in used), sorted({p.K for p in cycles if p.K}),
@@ -235,6 +257,8 @@ def read_calibration(path: Path) -> Calibration:
     if not isinstance(values, dict) or values.get("schema") != CALIBRATION:
         raise ConfigError(f"{path}: schema must be {CALIBRATION}; make roi ARGS=calibrate writes such a file")
     try:
+        if list(values["log_sd"]) != NAMES:
+            raise ConfigError(f"{path}: has other constants than this version; run make roi ARGS=calibrate again")
         steps = parse_into(Steps, values["steps"], f"{path}: steps")
         found = Fit(np.array(values["logs"]), np.array(values["covariance"]), values["profile"], len(values["errors"]))
         return Calibration(found, steps, values["largest"], values["lengths"], values["batches"], values["errors"],

@@ -23,6 +23,7 @@ class Workload:
     input_tokens: PositiveFloat | None = opt(None, "mean length of a prompt")
     output_tokens: PositiveFloat | None = opt(None, "mean length of an answer")
     slo_ms: NonNegativeFloat | None = opt(None, "longest time a token")
+    longest_tokens: NonNegativeFloat | None = opt(None, "cache kept for a request")
     domain: str | None = opt(None, "prompt kind")
     temperature: NonNegativeFloat | None = opt(None, "of the traffic")
     batch: PositiveInt | None = opt(None, "rows that its replicas run with the drafter; empty: the best under the SLO. "

@@ -26,14 +26,15 @@ def winning(curve: list[dict[str, float]], key: str = "speedup") -> list[list[in
 
 def chosen(planner: Planner, methods: list[Method]) -> list[dict[str, Any]]:
     """The best method at each batch, plain decoding included, as intervals of batches; `left_out`: methods that memory
-    or the largest measured step keep from such a batch, so that nothing is said of them there."""
+    or the largest measured step keep from such a batch, so that nothing is said of them there; `keeps_slo`: false
+    where no method keeps the SLO, and the fastest is named."""
     found: list[dict[str, Any]] = []
     for batch in planner.batches(PLAIN, 0):
         rows = [planner.point(m, batch, K) for m in [PLAIN, *methods] for K in m.lengths()
                 if batch in planner.batches(m, K)]
-        top = max(rows, key=lambda p: p.tok_s)
+        top = planner.best(rows) or max(rows, key=lambda p: p.tok_s)
         left_out = sorted({m.name for m in methods} - {p.method for p in rows})
-        same = {"method": top.method, "K": top.K, "left_out": left_out}
+        same = {"method": top.method, "K": top.K, "left_out": left_out, "keeps_slo": planner.meets(top)}
         if found and all(found[-1][key] == value for key, value in same.items()):
             found[-1]["to"] = batch
         else:
@@ -42,16 +43,26 @@ def chosen(planner: Planner, methods: list[Method]) -> list[dict[str, Any]]:
 
 
 def by_load(planner: Planner, best: dict[str, Point]) -> list[dict[str, Any]]:
-    """GPUs and $ per million at each load, from a tenth of a plain replica to thirty; the method that takes fewest
-    GPUs, plain decoding where it ties."""
+    """GPUs and $ per million at each load, from a tenth of a plain replica to thirty, or to half more than the demand;
+    the method that takes fewest GPUs, plain decoding where it ties."""
     unit, rows = best[PLAIN.name].tok_s if PLAIN.name in best else max(p.tok_s for p in best.values()), []
-    for load in unit * np.geomspace(0.1, 30, 60):
+    for load in np.geomspace(0.1 * unit, max(30 * unit, 1.5 * planner.section.demand_tok_s), 60):
         gpus = {name: planner.gpus(p, load) for name, p in best.items()}
         price = planner.section.price_per_gpu_hour
         top = min(gpus, key=lambda name: (gpus[name], name != PLAIN.name, -best[name].tok_s))
         rows.append({"tok_s": float(load), "gpus": gpus, "best": top,
                      "dollars": {n: money.dollars_per_million(g * price, load) for n, g in gpus.items()}})
     return rows
+
+
+def chosen_by_load(loads: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same as intervals of loads in which one method takes the fewest GPUs. Whole replicas make them narrow."""
+    found: list[dict[str, Any]] = []
+    for row in loads:
+        if not found or found[-1]["method"] != row["best"]:
+            found.append({"method": row["best"], "from": row["tok_s"], "gpus": row["gpus"][row["best"]]})
+        found[-1] |= {"to": row["tok_s"], "gpus_to": row["gpus"][row["best"]]}
+    return found
 
 
 def sensitivity(planner: Planner, method: Method) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from recipes.errors import ConfigError
 from recipes.hardware import Hardware, spelt
 from recipes.model_shape import ModelShape
 from recipes.named_shapes import named, short_shape
-from recipes.speculation import KINDS, Draft, Place
+from recipes.speculation import IN_TURNS, KINDS, OVERLAP, Draft, Place
 
 DRAFT_VOCAB = 32000
 ALIASES = {  # kind: what others call it, letters and digits only
@@ -46,7 +46,8 @@ def place_of(model: str, hw: str, ranks: int, bits: float, models: dict[str, Any
     shape, gpu = short_shape(short, f"model {model}"), hardware_named(hw)
     bits = bits or short.get("bits", 16)
     keep = Format(bits, 16, 16, ranks)
-    return Place(shape, keep, gpu.bandwidth_tb_s * 1e12, gpu.flops(products_dtype(bits, gpu)), gpu.link_gb_s * 1e9)
+    return Place(shape, keep, gpu.bandwidth_tb_s * 1e12, gpu.flops(products_dtype(bits, gpu)), gpu.link_gb_s * 1e9,
+                 overlap=IN_TURNS if gpu.cpu else OVERLAP)
 
 
 def eagle_size(shape: ModelShape, taps: int = 3, draft_vocab: int = DRAFT_VOCAB, layers: int = 1) -> DraftSize:
@@ -61,11 +62,11 @@ def eagle_size(shape: ModelShape, taps: int = 3, draft_vocab: int = DRAFT_VOCAB,
 def draft_of(name: str, shape: ModelShape, models: dict[str, Any] | None = None, layers: int = 0, vocab: int = 0,
              blocks: int = 1) -> Draft:
     """A drafter of this kind, or the standalone model of this name. `layers` of a layer_cut: 0 is a third of the
-    target's; `vocab`, `blocks` of Medusa's heads as in Draft. EAGLE of the first two papers reads one state and scores
-    the whole vocabulary. ConfigError for neither."""
+    target's; of EAGLE-3: 0 is one; `vocab` that it proposes: 0 is 32,000; `vocab`, `blocks` of Medusa's heads as in
+    Draft. EAGLE of the first two papers reads one state and scores the whole vocabulary. ConfigError for neither."""
     kind = kind_of(name)
     if kind in ("eagle3", "parallel"):
-        return Draft(kind, eagle_size(shape))
+        return Draft(kind, eagle_size(shape, draft_vocab=vocab or DRAFT_VOCAB, layers=layers or 1))
     if kind == "eagle":
         return Draft("eagle3", eagle_size(shape, taps=1, draft_vocab=shape.vocab))
     if kind == "layer_cut":

@@ -1,5 +1,7 @@
 """The ROI plan as one self-contained HTML page, with the plots. It computes nothing: every number is the plan's."""
 
+from collections.abc import Iterable
+from itertools import cycle
 from typing import Any
 
 import matplotlib
@@ -12,11 +14,14 @@ from eval.report import page
 
 COLOURS = [BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9"]
 HEIGHT = 2.9
+STRIP = 0.035  # of the plot's height: batches where a drafter wins, a strip for each
+LEGEND = {"fontsize": 8, "facecolor": "white", "edgecolor": "none", "framealpha": 0.85}
+LONGEST = 26  # letters of a name in a legend; the table carries the whole one
 
 
 def render(plan: dict[str, Any]) -> str:
     """The page as text: no script, no resource outside it; everything that a file named is escaped."""
-    colours = dict(zip(plan["points"], [GREY, *COLOURS]))
+    colours = colours_of(plan["points"])
     with matplotlib.rc_context(STYLE):
         plots = {"speedup": plot_speedup(plan, colours), "frontier": plot_frontier(plan, colours)}
         if plan["loads"]:
@@ -39,6 +44,15 @@ def table_rows(plan: dict[str, Any]) -> list[dict[str, Any]]:
              "demand": plan["sides"][name]["at_demand"]} for name, point in plan["best"].items()]
 
 
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Grey for plain decoding; from the seventh drafter on colours come again."""
+    return {"none": GREY} | dict(zip((name for name in names if name != "none"), cycle(COLOURS)))
+
+
+def legend(name: str) -> str:
+    return "no drafter" if name == "none" else name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
+
+
 def _plain_log(axes: Axes, axis: str) -> None:
     """A logarithmic axis with plain numbers."""
     getattr(axes, f"set_{axis}scale")("log")
@@ -49,20 +63,19 @@ def _plain_log(axes: Axes, axis: str) -> None:
 
 
 def plot_speedup(plan: dict[str, Any], colours: dict[str, str]) -> Markup:
-    """Speedup over batch with its 90 % interval; batches where a drafter wins beyond doubt are shaded."""
+    """Speedup over batch with its 90 % interval; batches where a drafter wins beyond doubt are shaded at the foot."""
     figure, axes = sized_figure(HEIGHT)
     batches: list[int] = []
-    for name, curve in plan["curves"].items():
-        if not curve:
-            continue
+    for number, (name, curve) in enumerate((n, c) for n, c in plan["curves"].items() if c):
         x = [row["batch"] for row in curve]
         batches = sorted({*batches, *x})
         axes.fill_between(x, [r["low"] for r in curve], [r["high"] for r in curve], color=colours[name], alpha=0.22,
                           linewidth=0)
         axes.plot(x, [r["speedup"] for r in curve], "o-", color=colours[name], markersize=3.5, linewidth=1.5,
-                  label=name)
+                  label=legend(name))
         for low, high in plan["wins"][name]["sure"]:
-            axes.axvspan(low / 1.06, high * 1.06, ymax=0.045, color=colours[name], alpha=0.5, linewidth=0)
+            axes.axvspan(low / 1.06, high * 1.06, number * STRIP, (number + 0.8) * STRIP, color=colours[name],
+                         linewidth=0)
     axes.axhline(1.0, color=INK, linewidth=0.8)
     _plain_log(axes, "x")
     axes.set_xticks(batches, [str(b) for b in batches] if len(batches) < 12 else
@@ -71,7 +84,7 @@ def plot_speedup(plan: dict[str, Any], colours: dict[str, str]) -> Markup:
     axes.set_ylim(bottom=0)
     axes.grid(axis="y")
     if len(plan["curves"]) > 1:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(loc="upper right", **LEGEND)
     said = "; ".join(f"{name}: " + ", ".join(f"batch {r['batch']} {r['speedup']:.2f}" for r in curve)
                      for name, curve in plan["curves"].items())
     return inline_svg(figure, "speedup", f"Speedup over batch, 90 % interval shaded. {said}")
@@ -88,7 +101,7 @@ def plot_frontier(plan: dict[str, Any], colours: dict[str, str]) -> Markup:
                 front.append(p)
                 most = p["tok_s"]
         axes.plot([p["ms"] for p in front], [p["tok_s"] / ranks for p in front], "o-", color=colours[name],
-                  markersize=3.5, linewidth=1.5, label="without a drafter" if name == "none" else name)
+                  markersize=3.5, linewidth=1.5, label=legend(name))
     if plan["traffic"]["slo_ms"]:
         axes.axvline(plan["traffic"]["slo_ms"], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
         axes.annotate("SLO", (plan["traffic"]["slo_ms"], 0.02), (3, 0), xycoords=("data", "axes fraction"),
@@ -97,7 +110,7 @@ def plot_frontier(plan: dict[str, Any], colours: dict[str, str]) -> Markup:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid()
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(**LEGEND)
     return inline_svg(figure, "frontier", "Tokens per second and GPU against milliseconds per token, with and without")
 
 
@@ -106,14 +119,14 @@ def _loads(plan: dict[str, Any], colours: dict[str, str], key: str, label: str, 
     x = [row["tok_s"] for row in plan["loads"]]
     for method in plan["best"]:
         axes.step(x, [row[key][method] for row in plan["loads"]], where="mid", color=colours[method], linewidth=1.6,
-                  label="without a drafter" if method == "none" else method)
+                  label=legend(method))
     if plan["traffic"]["demand_tok_s"]:
         axes.axvline(plan["traffic"]["demand_tok_s"], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     _plain_log(axes, "x")
     _plain_log(axes, "y")
     axes.set(xlabel="Demand (tokens/s)", ylabel=label)
     axes.grid()
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(**LEGEND)
     return inline_svg(figure, name, f"{label} over demand for " + ", ".join(plan["best"]))
 
 

@@ -16,6 +16,7 @@ from eval.roi_files import Calibration
 from eval.roi_refuse import Conditions
 from recipes import money
 from recipes.cost import cache_per_gpu, weights_per_gpu
+from recipes.errors import ConfigError
 from recipes.schema import Roi
 from recipes.speculation import (
     Constants,
@@ -32,6 +33,7 @@ from recipes.speculation import (
 BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
 DRAWS = 100
 LEVEL = 0.9
+MOST = {"price_per_gpu_hour": 1e6, "demand_tok_s": 1e12}  # beyond, a figure is a slip
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Planner:
     def memory(self, method: Method, batch: int) -> float:
         """Bytes a GPU: weights, drafter, both caches of requests at their longest (11: a drafter takes room)."""
         s, keep, shape = self.section, self.place.keep, self.place.shape
-        length = s.longest_tokens or s.input_tokens + s.output_tokens
+        length = max(s.longest_tokens, s.input_tokens + s.output_tokens)
         held = weights_per_gpu(shape, keep) + cache_per_gpu(shape, batch, length, keep)
         return held + draft_memory(method.draft, shape, method.longest, keep, batch, length)
 
@@ -207,11 +209,18 @@ def acceptance_factors(method: Method, seed: int = 1) -> np.ndarray:
 
 
 def check(planner: Planner, methods: list[Method], target: str) -> None:
-    """The refusals that do not depend on a figure."""
+    """The refusals that do not depend on a figure; ConfigError for requests longer than the longest."""
     s, place = planner.section, planner.place
     refuse.unmeasured_steps(planner.calibration.fit.observations)
     refuse.split_replica(1, s.tensor_parallel, place.shape)
     refuse.constant_spot(s.price_kind, s.days, s.spot_held)
+    for name, most in MOST.items():
+        if getattr(s, name) > most:
+            raise ConfigError(f"roi.{name} = {getattr(s, name):g}: must be at most {most:g}")
+    mean = s.input_tokens + s.output_tokens
+    if 0 < s.longest_tokens < mean:
+        raise ConfigError(f"roi.longest_tokens = {s.longest_tokens:g}: a mean request has {mean:g} tokens, prompt and "
+                          "answer, and the cache holds the longest; set it to more, or to 0 for the mean")
     timed = planner.calibration.steps.target
     own = timed.get("fingerprint", {}) if timed.get("model") == target else {}
     for method in methods:

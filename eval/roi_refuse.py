@@ -40,7 +40,7 @@ def moved_acceptance(measured: Conditions, traffic: Conditions) -> None:
     carried = "carried over, acceptance was off by 18 % in the median and 129 % at worst"
     for name, unit in (("domain", ""), ("temperature", ""), ("target", ""), ("weight_bits", " bits")):
         here, there = getattr(measured, name), getattr(traffic, name)
-        if here != there:
+        if (round(here) != round(there)) if name == "weight_bits" else here != there:  # scales add parts of a bit
             raise Refusal(1, f"acceptance was measured with {name} {here!r}{unit}, the traffic has {there!r}{unit}; "
                              f"{carried}: measure it there")
     for part in sorted({*measured.fingerprint} & {*traffic.fingerprint}):
@@ -69,14 +69,24 @@ def other_engine(plain: Mapping[str, Any], speculative: Mapping[str, Any]) -> No
                              f"{speculative.get(key)!r}: a speedup across engines, versions or flags is none")
 
 
+def other_place(field: str, measured: Any, planned: Any) -> None:
+    """3: steps say nothing of another GPU, or of sums over another number of them."""
+    if measured != planned:
+        raise Refusal(3, f"{field} = {planned}, the steps were measured with {measured}, which says nothing of it: "
+                         f"set it to {measured}, or measure with {planned}")
+
+
 def beyond_bounds(speedup: float | None = None, kept: float | None = None, tok_s: float | None = None,
-                  bound: float | None = None) -> None:
-    """4: no speedup above the acceptance length, no rate above what reading the weights allows."""
+                  bound: float | None = None, where: str = "") -> None:
+    """4: no speedup above the acceptance length, no rate above what reading the weights allows; `where` begins the
+    reason."""
+    of = f"{where}: " if where else ""
     if speedup is not None and kept is not None and speedup > kept * (1 + 1e-9):
-        raise Refusal(4, f"a speedup of {speedup:.2f} is above the acceptance length of {kept:.2f}: each cycle takes "
-                         "at least one pass of the target; the two figures are not of the same run")
+        raise Refusal(4, f"{of}a speedup of {speedup:.2f} is above the acceptance length of {kept:.2f}: each cycle "
+                         "takes at least one pass of the target; the two figures are not of the same run")
     if tok_s is not None and bound is not None and tok_s > bound * (1 + 1e-9):
-        raise Refusal(4, f"{tok_s:,.0f} tokens/s is above {bound:,.0f}, what reading the weights once a step allows")
+        raise Refusal(4, f"{of}{tok_s:,.0f} tokens/s is above {bound:,.0f}, what reading the weights once a step "
+                         "allows")
 
 
 def beyond_measured(verified: float, largest: float) -> None:

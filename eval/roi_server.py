@@ -52,13 +52,14 @@ def step_of(streams: list[Stream]) -> tuple[float, float, float]:
     if min(map(len, gaps)) < FEWEST:
         raise RunError(f"batch {len(streams)}: the requests did not run together for {FEWEST} steps; the server may "
                        "queue them, or group several steps in a piece of its stream")
-    kept = statistics.mean(s.tokens / len(s.times) for s in streams)
+    kept = statistics.mean((s.tokens - 1) / (len(s.times) - 1) for s in streams)  # the prompt's pass gives one token
     context = statistics.mean(s.prompt_tokens + s.tokens / 2 for s in streams)
     return statistics.mean(x for own in gaps for x in own), max(1.0, kept), context
 
 
-def measure(recipe: Recipe, K: int, before: Steps | None) -> Steps:
-    """Steps of this server at each batch of `roi.batches`, added to those measured before of the same run. ConfigError
+def measure(recipe: Recipe, K: int, before: Steps | None, synthetic: bool = False) -> Steps:
+    """Steps of this server at each batch of `roi.batches`, added to those measured before of the same run; `synthetic`:
+    it accepts drafts by lot, which one such run says of the whole file. ConfigError
     where those are of another engine, hardware, target or drafter."""
     section, roi = recipe.generation.server, recipe.roi
     if not roi.hardware or not (roi.model or recipe.target.model):
@@ -69,7 +70,8 @@ def measure(recipe: Recipe, K: int, before: Steps | None) -> Steps:
     target["weight_bits"] = bits_in(target)
     fresh = Steps(profile="engine", engine={"name": section.kind, "model": section.model, **version_of(section)},
                   hardware={"name": name, **(asdict(gpu) if name in recipe.plan.custom else {})},
-                  tensor_parallel=roi.tensor_parallel, target=target, drafter={"kind": recipe.drafter.kind})
+                  tensor_parallel=roi.tensor_parallel, target=target, drafter={"kind": recipe.drafter.kind},
+                  acceptance="synthetic" if synthetic or before and before.acceptance == "synthetic" else "measured")
     require_same_run(before, fresh)
     prompts, _ = evaluation_prompts(recipe.eval.prompts, recipe.eval.limit)
     points = []

@@ -1,12 +1,15 @@
 """One plan put together: the best configurations, money, days to pay back, and the sentences that say it."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from eval import roi_refuse as refuse
-from eval.roi_loads import by_load, chosen, sensitivity, winning
+from eval.roi_loads import by_load, chosen, chosen_by_load, sensitivity, winning
 from eval.roi_plan import DRAWS, PLAIN, Method, Planner, Point, acceptance_factors, bounded, check
 from recipes import money
+from recipes.errors import ConfigError
+from recipes.named_shapes import named
 
 SCHEMA = "drafthouse.roi/1"
 FAR = 2.0  # times the longest measured context, or a part of the shortest, from which the plan says so
@@ -14,9 +17,10 @@ ONE_BATCH = ("what is saved cannot be said (9): all steps are of one batch, and 
              "another; measure the largest planned batch too")
 
 
-def worth(planner: Planner, methods: list[Method], target: str, training_hours: float | None,
-          hours_from: str = "") -> dict[str, Any]:
-    """The plan as roi.json holds it. Raises Refusal where it would have to guess."""
+def worth(planner: Planner, methods: list[Method], target: str,
+          hours: Mapping[str, tuple[float, str]] | None = None) -> dict[str, Any]:
+    """The plan as roi.json holds it. `hours`: GPU hours of each method's training and where they are from, as far as
+    known. Raises Refusal where it would have to guess."""
     check(planner, methods, target)
     section = planner.section
     points = {m.name: planner.points(m) for m in [PLAIN, *methods]}
@@ -39,9 +43,11 @@ def worth(planner: Planner, methods: list[Method], target: str, training_hours: 
         "choice": chosen(planner, methods), "notes": notes(planner, methods, best, target),
         "sides": {name: side(planner, p) for name, p in best.items()},
     }
-    plan["money"] = {m.name: value(planner, m, best, training_hours, hours_from) for m in methods if m.name in best}
+    known = hours or {}
+    plan["money"] = {m.name: value(planner, m, best, known.get(m.name)) for m in methods if m.name in best}
     across = planner.calibration.across_batches
     plan["loads"] = by_load(planner, best) if best and across else []
+    plan["choice_by_load"] = chosen_by_load(plan["loads"])
     plan["sensitivity"] = ({m.name: sensitivity(planner, m) for m in methods if m.name in best}
                            if section.price_per_gpu_hour and across else {})
     plan["prose"] = prose(planner, methods, plan)
@@ -63,8 +69,8 @@ def side(planner: Planner, point: Point) -> dict[str, Any]:
     return found
 
 
-def value(planner: Planner, method: Method, best: dict[str, Point], hours: float | None, hours_from: str,
-          ) -> dict[str, Any]:
+def value(planner: Planner, method: Method, best: dict[str, Point],
+          hours: tuple[float, str] | None) -> dict[str, Any]:
     """GPUs and dollars of one method beside plain decoding, each at its best under the same SLO."""
     s, ours, plain = planner.section, best[method.name], best.get(PLAIN.name)
     price = s.price_per_gpu_hour
@@ -86,10 +92,10 @@ def value(planner: Planner, method: Method, best: dict[str, Point], hours: float
         found["gpus_saved"] = before - after
         if price:
             found["saved_in_days"] = {"days": s.days, "dollars": 24 * s.days * price * (before - after)}
-        if hours is not None:
-            found["training"] = {"gpu_hours": hours, "from": hours_from}
+        if hours:
+            found["training"] = {"gpu_hours": hours[0], "from": hours[1]}
             prices = (s.training_price_per_gpu_hour or price, price) if price else (1.0, 1.0)
-            found["payback_days"] = money.payback_days(hours, before, after, *prices)
+            found["payback_days"] = money.payback_days(hours[0], before, after, *prices)
     return found
 
 
@@ -110,12 +116,13 @@ def notes(planner: Planner, methods: list[Method], best: dict[str, Point], targe
         found.append(f"a spot price is held constant over {s.days:g} days")
     for name, point in best.items():
         if at_limit(planner, point):
-            shown = "no drafter" if name == PLAIN.name else name
-            found.append(f"{shown}: batch {point.batch} is the largest within what was measured, so it may have a "
-                         "better configuration; measure a larger step before choosing by it")
-    for method in methods:
+            found.append(f"{shown(name)}: batch {point.batch} is the largest within what was measured, so it may have "
+                         "a better configuration; measure a larger step before choosing by it")
+    for method in [PLAIN, *methods]:
         if method.name not in best:
-            found.append(f"{method.name}: no configuration keeps the SLO of {s.slo_ms:g} ms a token")
+            kept_out = f"keeps the SLO of {s.slo_ms:g} ms a token" if s.slo_ms else "fits into memory"
+            found.append(f"{shown(method.name)}: no configuration within what was measured {kept_out}")
+    for method in methods:
         if not method.accepted.requests:
             found.append(f"{method.name}: no p99, since the acceptance length of each request was not recorded")
         elif method.accepted.requests < refuse.TAIL_REQUESTS:
@@ -130,20 +137,39 @@ def notes(planner: Planner, methods: list[Method], best: dict[str, Point], targe
 def carried(planner: Planner, methods: list[Method], target: str) -> list[str]:
     """Where the constants are used for something else than they were measured with."""
     steps, s, found = planner.calibration.steps, planner.section, []
-    if steps.target.get("model") != target:
+    if not same_sizes(steps.target.get("model", ""), target):
         found.append(f"the steps are of {steps.target.get('model')}: an engine's constants carry over to another "
                      "target, within what docs/roi.md states")
+    timed, planned = steps.place().keep, planner.place.keep
+    for what, there, here in (("weights", timed.weight_bits, planned.weight_bits),
+                              ("a cache", timed.cache_bits, planned.cache_bits)):
+        if round(there) != round(here):
+            found.append(f"the steps are of {what} of {there:g} bits, the plan of {here:g}: other formats have other "
+                         "kernels, whose share of the peak was not measured")
     measured = [p.context for p in steps.points if not p.held_out]
     served = s.input_tokens + s.output_tokens / 2
     if not min(measured) / FAR <= served <= max(measured) * FAR:
         found.append(f"the traffic's mean context of {served:,.0f} tokens is far from the {min(measured):,.0f} to "
                      f"{max(measured):,.0f} of the steps: measure there")
-    timed = steps.draft().kind
+    kind = steps.draft().kind
     for method in methods:
-        if method.draft.kind not in (timed, "none"):
-            found.append(f"{method.name}: the steps are of {timed}, so its own drafting, {method.draft.kind}, was not "
+        if method.draft.kind not in (kind, "none"):
+            found.append(f"{method.name}: the steps are of {kind}, so its own drafting, {method.draft.kind}, was not "
                          "timed: its speed rests on the model")
     return found
+
+
+def same_sizes(timed: str, target: str) -> bool:
+    """Whether two names are of one target, or of one entry of the table: a step takes what its sizes take."""
+    try:
+        return timed == target or named(timed) == named(target)
+    except ConfigError:
+        return False
+
+
+def shown(name: str) -> str:
+    """A method's name for a reader."""
+    return "no drafter" if name == PLAIN.name else name
 
 
 def at_limit(planner: Planner, point: Point) -> bool:
@@ -186,29 +212,29 @@ def prose(planner: Planner, methods: list[Method], plan: dict[str, Any]) -> list
         ours, plain = plan["best"][method.name], plan["best"][PLAIN.name]
         slo = f"under {s.slo_ms:g} ms a token" if s.slo_ms else "without a limit on latency"
         verb = f"{100 * share:.0f} % less" if share > 0 else f"{-100 * share:.0f} % more"
-        said.append(f"At its best {slo} (batch {ours['batch']}, K {ours['K']}) a token costs {verb} GPU time than at "
-                    f"the best plain configuration (batch {plain['batch']}); saved: {100 * share:.0f} %, 90 % interval "
-                    f"{100 * low:.0f} to {100 * high:.0f} %.")
+        said.append(f"With {method.name} at its best {slo} (batch {ours['batch']}, K {ours['K']}) a token costs "
+                    f"{verb} GPU time than at the best plain configuration (batch {plain['batch']}); saved: "
+                    f"{100 * share:.0f} %, 90 % interval {100 * low:.0f} to {100 * high:.0f} %.")
         if any(note.startswith(f"{method.name}: batch ") for note in plan["notes"]):
             said.append(f"For {method.name} that batch is the largest that the measured steps allow: before it is "
                         "turned down, measure a larger one.")
-        said += _demand(s, worth_of)
+        said += _demand(s, method.name, worth_of)
     return said
 
 
-def _demand(s, worth_of: dict[str, Any]) -> list[str]:
+def _demand(s, name: str, worth_of: dict[str, Any]) -> list[str]:
     at = worth_of["at_demand"]
     if not at:
         return []
     line = (f"For {s.demand_tok_s:,.0f} tokens/s with {100 * s.headroom:.0f} % of each replica planned with: "
-            f"{at['plain']['gpus']} GPUs without it, {at['speculative']['gpus']} with it")
+            f"{at['plain']['gpus']:,} GPUs without a drafter, {at['speculative']['gpus']:,} with {name}")
     if "saved_in_days" in worth_of:
         dollars = worth_of["saved_in_days"]["dollars"]
         line += f"; ${abs(dollars):,.0f} {'less' if dollars >= 0 else 'more'} in {s.days:g} days"
     found = [line + "."]
     if worth_of.get("training"):
         days, hours = worth_of["payback_days"], worth_of["training"]["gpu_hours"]
-        found.append(f"Training took {hours:,.1f} GPU hours ({worth_of['training']['from']}): "
+        found.append(f"Training {name} took {hours:,.1f} GPU hours ({worth_of['training']['from']}): "
                      + (f"paid back in {days:,.1f} days." if days is not None else
                         "never paid back at this demand, since no GPU is saved."))
     return found

@@ -3,11 +3,14 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from data.chat import Message, prompt_ids, reply_message
+from transformers import PreTrainedTokenizerBase
+
+from data.chat import Message, prompt_ids, reply_message, said_message
 from data.evalsets import Question, Questions
 from data.literal import Unrenderable
 from drafters.target import Target
 from eval.decode import Output
+from eval.stops import Stops
 from recipes.errors import ConfigError
 
 PROBES = ("a", "zebra 7")  # two user texts; what follows both is the template's
@@ -28,6 +31,11 @@ class Row:
     def key(self) -> tuple[str, str]:
         """Names the conversation; its answers depend on each other."""
         return self.set, self.question.id
+
+    @property
+    def name(self) -> str:
+        """No other row's."""
+        return str((*self.key, self.round))
 
 
 class Asking:
@@ -62,7 +70,7 @@ class Asking:
             if row.round + 1 < len(row.question.rounds):
                 finished = output.finish == "stop"
                 self.cut[row.set] += not finished
-                reply = reply_message(self.target.tokenizer, output.tokens[:-1] if finished else output.tokens)
+                reply = reply_to(self.target.tokenizer, output)
                 found.append(self.row(row.set, row.question, row.round + 1, [*row.history, reply]))
         return [row for row in found if row]
 
@@ -85,3 +93,10 @@ class Asking:
         if self.strict:
             raise ConfigError(f"evaluation prompt {question.id}: {detail or reason}")
         self.dropped[name][reason] += 1
+
+
+def reply_to(tokenizer: PreTrainedTokenizerBase, output: Output) -> Message:
+    """An answer as a client sends it back: without its end token, or from its stop string on."""
+    if output.stopped_by:
+        return said_message(tokenizer, Stops(tokenizer, [output.stopped_by]).cut(output.tokens))
+    return reply_message(tokenizer, output.tokens[:-1] if output.finish == "stop" else output.tokens)

@@ -1,9 +1,9 @@
 """One vLLM engine that answers a job's prompts greedily, as a process of the environment that has vLLM.
 
-`python -P eval/serve_worker.py JOB RESULT`: JOB holds {model, drafter (folder or null), drafted, prompts (token ids),
-max_tokens, stop, dtype, engine, chats (messages), method}; RESULT is {tokens, drafts, accepted (by position),
-version, torch, device, seconds, rendered (ids of the chats)}, or {error}. Imports nothing of the project, whose
-packages are not installed there.
+`python -P eval/serve_worker.py JOB RESULT`: JOB holds {model, speculation (speculative_config or null), prompts (token
+ids), max_tokens, stop, dtype, engine, chats (messages)}; RESULT is {tokens, drafts, accepted (by position), version,
+torch, device, seconds, rendered (ids of the chats)}, or {error}. Imports nothing of the project, whose packages are not
+installed there.
 """
 
 import importlib.metadata
@@ -39,17 +39,14 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     import vllm  # noqa: PLC0415  # its absence is an answer
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    more = {}
-    if job["drafter"] is not None:
-        more["speculative_config"] = {"method": job["method"], "model": job["drafter"],
-                                      "num_speculative_tokens": job["drafted"], "draft_tensor_parallel_size": 1}
+    more = {} if job["speculation"] is None else {"speculative_config": job["speculation"]}
     llm = vllm.LLM(model=job["model"], dtype=job["dtype"], seed=0, disable_log_stats=False, **more, **job["engine"])
     params = vllm.SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], stop_token_ids=job["stop"],
                                  detokenize=False)
     started = time.monotonic()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
     seconds = time.monotonic() - started
-    drafts, accepted = counters(llm.get_metrics()) if job["drafter"] is not None else (0, [])
+    drafts, accepted = counters(llm.get_metrics()) if more else (0, [])
     return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "drafts": drafts,
             "accepted": accepted, "version": vllm.__version__, "torch": importlib.metadata.version("torch"),
             "device": current_platform.device_type, "seconds": seconds,

@@ -131,20 +131,21 @@ def drafting(counted: Counters | None) -> bool | None:
     return False  # vLLM has these counters only where it drafts
 
 
-def foreign(counted: Counters, tokens: list[int], failed: int, max_tokens: int) -> list[str]:
+def foreign(counted: Counters, tokens: list[int], failed: int, max_tokens: int, stops: bool = False) -> list[str]:
     """Signs of requests that are not this client's, whose answers had so many `tokens`. `failed` attempts may have left
-    up to max_tokens each on the counters.
+    up to max_tokens each on the counters. stops: answers end at stop strings too, which an engine finds in the text,
+    behind the step that wrote it: that step and one more may be on the counters whole.
 
     A draft gives its accepted tokens and one more; only the last one of an answer may be cut.
     """
     own, room, requests = sum(tokens), failed * max_tokens, len(tokens) + failed
     found = []
-    if counted.drafts:
-        accepted = counted.accepted or 0
-        longest = len(counted.per_position) or -(-(counted.drafted or 0) // counted.drafts)
-        if counted.drafts + accepted > own + room + requests * (longest + 1):
-            found.append(f"{counted.drafts} drafts with {accepted} accepted tokens were counted, which are more than "
-                         f"the {own} tokens that this client got")
+    drafts, accepted = counted.drafts or 0, counted.accepted or 0
+    longest = len(counted.per_position) or (-(-(counted.drafted or 0) // drafts) if drafts else 0)
+    room += 2 * (longest + 1) * len(tokens) * stops
+    if drafts and drafts + accepted > own + room + requests * (longest + 1):
+        found.append(f"{drafts} drafts with {accepted} accepted tokens were counted, which are more than the {own} "
+                     "tokens that this client got")
     if counted.generated is not None and counted.generated - own > room + FOREIGN_SHARE * own:
         found.append(f"{counted.generated} answer tokens were counted, this client got {own}")
     if counted.finished is not None and counted.finished > requests:

@@ -189,8 +189,12 @@ def evaluated_as(origin: dict[str, Any], report: dict[str, Any], recipe: Recipe,
                  fingerprint: dict[str, str]) -> bool:
     """Whether a report is of the checkpoint that an export (`origin`: its provenance.json) was made from, with the
     recipe's evaluation prompts and settings and this target (cases 36, 50)."""
+    return evaluated(checkpoint.digest_of(origin["checkpoint_sha256"], origin), report, recipe, run, fingerprint)
+
+
+def evaluated(digest: str, report: dict[str, Any], recipe: Recipe, run: Path, fingerprint: dict[str, str]) -> bool:
+    """Whether a report is of the drafter with this digest (imported.Opened), as the recipe evaluates it."""
     sets = read_sets(recipe.eval, run / "eval" / "sets", recipe.prompts.max_bad_share)
-    digest = checkpoint.digest_of(origin["checkpoint_sha256"], origin)
     return report["settings"].get("key") == key_of(digest, recipe.eval, sets, fingerprint)
 
 

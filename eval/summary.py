@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from eval.settings import measured_at
 from eval.verdict import kinds
 
 
@@ -36,7 +37,8 @@ def markdown(report: dict[str, Any], judged: list[dict[str, Any]] | None = None)
     total, verdict = report["total"], report["verdict"]
     acceptance, speed, greedy = total["acceptance"], total["speed"], total["lossless"]["greedy"]
     lines = [f"### {escaped(report['drafter']['kind'])} drafter for {escaped(report['target']['model'])}: "
-             f"{escaped(verdict['decision'])}", "", *(f"- {escaped(reason)}" for reason in verdict["reasons"]), ""]
+             f"{escaped(verdict['decision'])}, at {escaped(measured_at(report['settings']))}", "",
+             *(f"- {escaped(reason)}" for reason in verdict["reasons"]), ""]
     lines += table(["number", "value", "95 % interval", "n"], [
         ["mean acceptance length (tokens per draft)", f"{acceptance['mean_length']:.2f}", span(acceptance["ci95"]),
          f"{total['drafts']:,} drafts, {total['prompts']:,} prompts"],
@@ -54,7 +56,7 @@ def markdown(report: dict[str, Any], judged: list[dict[str, Any]] | None = None)
             [escaped(one["metric"]), "null" if one["value"] is None else f"{one['value']:.4g}", escaped(one["bound"]),
              one["state"]] for one in judged])]
     stack, settings = report["stack"], report["settings"]
-    lines += ["", f"Draft length {settings['draft_length']}, temperature {settings['temperature']:g}, answers up to "
+    lines += ["", f"Draft length {settings['draft_length']}, {escaped(measured_at(settings))}, answers up to "
               f"{settings['max_tokens']} tokens; {escaped(stack['dtype'])} on {escaped(stack['device'])}, torch "
               f"{escaped(stack['versions'].get('torch', 'unknown'))}; {escaped(report['drafter']['checkpoint'])} at "
               f"{escaped(stack['git'][:12])}, {escaped(stack['time'])}."]

@@ -1,5 +1,6 @@
 """Measured speed: plain decoding, speculation and transformers' generate in turns on the same prompts, at batch 1.
 
+All of them sample and stop as the evaluation does: `how`, what eval/settings.py tells a Decoder.
 Interleaving lets all of them see the same machine; figures are sums over prompts, intervals resample prompts.
 """
 
@@ -11,14 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from data.sampling import row_names, row_seed
 from drafters.base import Drafter
 from drafters.fast_cpu import GROUPED
 from drafters.target import Target
 from drafters.tree import Plan, planned
 from eval.clock import now
 from eval.decode import Decoder, Output
+from eval.stops import Stops
 
 PLAIN, SPECULATIVE, TRANSFORMERS = "drafthouse plain loop", "speculative", "transformers generate"
 REPEATS = 15  # timed calls of a step, of which the median counts
@@ -59,16 +63,15 @@ class Timing:
 
 def interleaved(target: Target, drafter: Drafter, prompts: list[list[int]], plan: Plan | int, max_tokens: int,
                 progress: Callable[[], None], **how: Any) -> dict[str, Timing]:
-    """Times every prompt with each engine in turn; the first prompt runs once before, uncounted. how: of the Decoder.
-    """
+    """Times every prompt with each engine in turn; the first prompt runs once before, uncounted."""
     decoder = Decoder(target, max_tokens, **how)
     works = {PLAIN: lambda prompt: decoder.plain([prompt])[0],
              SPECULATIVE: lambda prompt: decoder.speculative([prompt], drafter, plan)[0],
-             TRANSFORMERS: lambda prompt: generate(target, prompt, max_tokens)}
+             TRANSFORMERS: lambda prompt: generate(decoder, prompt)}
     timings = {name: Timing() for name in works}
     for warm, prompt in [(True, prompts[0]), *((False, p) for p in prompts)]:
         for name, work in works.items():
-            with as_loaded(target) if name == TRANSFORMERS else nullcontext():
+            with as_loaded(decoder, prompt) if name == TRANSFORMERS else nullcontext():
                 began = now(target.device)
                 out = work(prompt)
             if not warm:
@@ -78,28 +81,52 @@ def interleaved(target: Target, drafter: Drafter, prompts: list[list[int]], plan
 
 
 @contextmanager
-def as_loaded(target: Target) -> Iterator[None]:
-    """The model with transformers' own attention, and with no generation settings but its end tokens: a repetition
-    penalty that it was published with acts on greedy text too, and the loop does not apply it."""
+def as_loaded(decoder: Decoder, prompt: list[int]) -> Iterator[None]:
+    """The decoder's model with transformers' own attention, with its end tokens and the decoder's sampling as all its
+    generation settings (a repetition penalty that it was published with would act on greedy text too), and with torch's
+    random numbers, which `generate` draws from, seeded for this prompt; all as before afterwards."""
+    target, sampling = decoder.target, decoder.sampling
     model, settings, ends = target.model, target.model.generation_config, target.end_ids
-    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0)
+    chosen: dict[str, Any] = {} if sampling.greedy else {
+        "do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
+        "min_p": sampling.min_p or None}
+    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0,
+                                               repetition_penalty=sampling.repetition_penalty, **chosen)
     if target.grouped:
         model.set_attn_implementation("sdpa")
+    devices = [target.device] if target.device.type == "cuda" else []
     try:
-        yield
+        with torch.random.fork_rng(devices, enabled=not sampling.greedy):
+            if not sampling.greedy:
+                torch.manual_seed(row_seed(decoder.seed, row_names([prompt])[0], 8))
+            yield
     finally:
         model.generation_config = settings
         if target.grouped:
             model.set_attn_implementation(GROUPED)
 
 
-def generate(target: Target, prompt: list[int], max_tokens: int) -> Output:
-    """transformers' own greedy generate as an Output, the time of the whole answer alone; inside `as_loaded`."""
-    ids = torch.tensor([prompt], device=target.device)
-    result = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens,
-                                   do_sample=False)
+class Stopping(StoppingCriteria):
+    """Ends an answer where the loop does: transformers' own stop strings look into the prompt too."""
+
+    def __init__(self, stops: Stops, begin: int) -> None:
+        self.stops, self.begin = stops, begin
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        ended = [bool(self.stops.found(row[self.begin :].tolist())) for row in input_ids]
+        return torch.tensor(ended, device=input_ids.device)
+
+
+def generate(decoder: Decoder, prompt: list[int]) -> Output:
+    """transformers' own generate at the decoder's settings as an Output, the time of the whole answer alone; inside
+    `as_loaded`."""
+    device = decoder.target.device
+    ids = torch.tensor([prompt], device=device)
+    stopping = StoppingCriteriaList([Stopping(decoder.stops, len(prompt))] if decoder.stops else [])
+    result = decoder.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=decoder.max_tokens,
+                                           do_sample=not decoder.sampling.greedy, stopping_criteria=stopping)
     tokens = result[0, len(prompt):].tolist()
-    return Output(tokens, times=[(now(target.device), len(tokens))])
+    return Output(tokens, times=[(now(device), len(tokens))])
 
 
 def medians_in_turns(works: dict[str, Callable[[], Any]], device: torch.device, repeats: int = REPEATS,
@@ -194,7 +221,7 @@ def by_batch(target: Target, drafter: Drafter, prompts: list[list[int]], plan: P
              size: int, **how: Any) -> dict[str, Any]:
     """Plain and speculative tokens per second with `size` rows decoded together, prefill included; a finished row is
     replaced by the next prompt. Sums over the rounds, which begin with either engine in turn, after a few tokens of
-    warm-up. how: of the Decoder."""
+    warm-up."""
     def decode(name: str, part: list[list[int]], longest: int) -> list[Output]:
         decoder = Decoder(target, longest, slots=size, **how)
         return decoder.plain(part) if name == PLAIN else decoder.speculative(part, drafter, plan)

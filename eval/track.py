@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
 from eval.gate import numbers
+from eval.settings import measured_at
 from recipes.errors import ConfigError
 from recipes.schema import Recipe
 
@@ -36,6 +37,7 @@ def log_figures(recipe: Recipe, report: dict[str, Any], folder: Path) -> None:
                           "mode": os.environ.get("WANDB_MODE", keyed), "settings": {"silent": True}}}
     described = {"drafter": report["drafter"]["kind"], "checkpoint": report["drafter"]["checkpoint"],
                  "target": report["target"]["model"], "verdict": report["verdict"]["decision"],
+                 "measured_at": measured_at(report["settings"]),
                  **{f"settings.{key}": value for key, value in report["settings"].items()
                     if isinstance(value, str | int | float)}}
     accelerator.init_trackers("drafthouse", config=described, init_kwargs=settings)

@@ -47,13 +47,26 @@ def lossless_fault(total: dict[str, Any]) -> str:
     return "; ".join(found)
 
 
-def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]], lossy: bool = False) -> dict[str, Any]:
-    """Judges measured speed per batch size, losslessness, each prompt kind and each context length.
+def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]], lossy: bool = False, settings: str = "",
+           ) -> dict[str, Any]:
+    """Judges measured speed per batch size, losslessness, each prompt kind and each context length. settings: at which
+    all of that was measured, in words, for the last reason.
 
     A batch size that is slower than plain decoding limits the range, whatever the acceptance length (case 23); so does
     a context length from which acceptance breaks down (case 33). Prompts without the chat template decide nothing
     (case 53). lossy: the figures are of a rule that changes the text, which nothing here judges.
     """
+    return at_settings(judged(total, sets, lossy), settings)
+
+
+def at_settings(found: dict[str, Any], settings: str) -> dict[str, Any]:
+    """The verdict with what it holds for."""
+    if settings:
+        found["reasons"].append(f"measured at {settings}; requests at other settings accept otherwise")
+    return found
+
+
+def judged(total: dict[str, Any], sets: dict[str, dict[str, Any]], lossy: bool) -> dict[str, Any]:
     fault, speed = lossless_fault(total), total["speed"]
     if lossy:
         said = ("LOSSY: typical acceptance accepts tokens that the target would not have given; what that does to the "
@@ -99,11 +112,17 @@ def decide(total: dict[str, Any], sets: dict[str, dict[str, Any]], lossy: bool =
     return verdict("deploy", None, reasons)
 
 
-def decide_server(total: dict[str, Any], sets: dict[str, dict[str, Any]], server: dict[str, Any]) -> dict[str, Any]:
+def decide_server(total: dict[str, Any], sets: dict[str, dict[str, Any]], server: dict[str, Any], settings: str = "",
+                  ) -> dict[str, Any]:
     """Judges a running server: losslessness, then every concurrency by the whole interval of its speedup (case 23).
+    settings: as in `decide`.
 
     What other clients disturbed, and what has no baseline, decides nothing.
     """
+    return at_settings(judged_server(total, sets, server), settings)
+
+
+def judged_server(total: dict[str, Any], sets: dict[str, dict[str, Any]], server: dict[str, Any]) -> dict[str, Any]:
     levels, baseline, greedy = list(server["levels"].values()), server["baseline"], total["lossless"]["greedy"]
     if baseline["from"] is None:
         return verdict("do not deploy", None, [f"nothing shows that this server is faster: {baseline['reason']}"])
@@ -119,16 +138,16 @@ def decide_server(total: dict[str, Any], sets: dict[str, dict[str, Any]], server
         return verdict("do not deploy", None, [
             f"{greedy['mismatches']} of {greedy['prompts']} greedy answers differ from the server's without a drafter "
             f"beyond a near-tie of {greedy['tie_gap']:g} (eval.gap_tolerance), {unknown} of unknown gap"])
-    judged = [one for one in levels if one["speedup"] is not None]
-    if not judged or judged[0]["prompts"] < FEWEST_TIMED:
+    paired = [one for one in levels if one["speedup"] is not None]
+    if not paired or paired[0]["prompts"] < FEWEST_TIMED:
         return verdict("do not deploy", None, [f"fewer than {FEWEST_TIMED} conversations were answered by both"])
     faster: list[dict[str, Any]] = []
-    for one in judged:
+    for one in paired:
         if one["ci95"][0] <= 1.0:
             break
         faster.append(one)
     reasons = [f"measured speedup at concurrency {one['concurrency']} is {one['speedup']:.2f} (95 % interval "
-               f"{one['ci95'][0]:.2f} to {one['ci95'][1]:.2f}, {one['prompts']} conversations)" for one in judged]
+               f"{one['ci95'][0]:.2f} to {one['ci95'][1]:.2f}, {one['prompts']} conversations)" for one in paired]
     reasons += [baseline["reason"]] if baseline["reason"] else []
     if total["acceptance"]["mean_length"] is None:
         reasons.append(f"the server says nothing of acceptance: {server['counters'] or 'it counts no drafts'}")

@@ -47,7 +47,10 @@ class Verdict:
         return [token if rejected else None for token, rejected in zip(self.refused.tolist(), self.rejected.tolist())]
 
 
-def verify(logits: Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator | None = None,
+Numbers = torch.Generator | Tensor | None  # what sampled verdicts are drawn with: see `uniforms_of`
+
+
+def verify(logits: Tensor, draft: Draft, sampling: Sampling, numbers: Numbers = None,
            seen: Tensor | None = None, shape: Topology | None = None, typical: Typical | None = None) -> Verdict:
     """Judges drafted tokens [B, N] by the target's logits [B, N+1, V] at the N+1 block places.
 
@@ -61,8 +64,17 @@ def verify(logits: Tensor, draft: Draft, sampling: Sampling, generator: torch.Ge
     if sampling.greedy:
         return verify_greedy(logits, draft, shape)
     if typical is not None:
-        return verify_typical(probabilities(logits, sampling), draft, typical, generator, shape)
-    return verify_sampled(probabilities(logits, sampling), draft, generator, shape)
+        return verify_typical(probabilities(logits, sampling), draft, typical, numbers, shape)
+    return verify_sampled(probabilities(logits, sampling), draft, numbers, shape)
+
+
+def uniforms_of(numbers: Numbers, rows: int, drafted: int, device: torch.device) -> Tensor:
+    """[rows, drafted + 1] in [0, 1): one for each drafted token, the last for the target's own. numbers: a generator
+    that all rows draw from in turn (None: torch's), or numbers of each row's own [rows, drafted + 1 or more], of which
+    the first ones and the last are taken, so that no row's depend on how many tokens another one drafted."""
+    if isinstance(numbers, Tensor):
+        return torch.cat([numbers[:, :drafted], numbers[:, -1:]], dim=1).to(device)
+    return torch.rand(rows, drafted + 1, generator=numbers, dtype=torch.float64).to(device)
 
 
 def along_paths(seen: Tensor, draft: Draft, shape: Topology) -> Tensor:
@@ -97,12 +109,11 @@ def verify_greedy(logits: Tensor, draft: Draft, shape: Topology | None = None) -
     return along(taken, taken.sum(1) - 1, draft, shape, own)
 
 
-def verify_sampled(p: Tensor, draft: Draft, generator: torch.Generator | None, shape: Topology | None = None,
-                   ) -> Verdict:
+def verify_sampled(p: Tensor, draft: Draft, numbers: Numbers, shape: Topology | None = None) -> Verdict:
     """p [B, N+1, V]: the target's distributions after all logits processors."""
     B, N = draft.tokens.shape
     shape, parents = shape or Topology.of(draft), parents_of(draft)
-    uniforms = torch.rand(B, N + 1, generator=generator, dtype=torch.float64).to(p.device)
+    uniforms = uniforms_of(numbers, B, N, p.device)
     rows = torch.arange(B, device=p.device)
     at = torch.zeros(B, dtype=torch.long, device=p.device)  # the place whose children are tried
     rest = p[:, 0].clone()  # [B, V]: what is left of p there
@@ -130,8 +141,7 @@ def verify_sampled(p: Tensor, draft: Draft, generator: torch.Generator | None, s
     return along(taken, taken.sum(1) - 1, draft, shape, own)
 
 
-def verify_typical(p: Tensor, draft: Draft, rule: Typical, generator: torch.Generator | None, shape: Topology,
-                   ) -> Verdict:
+def verify_typical(p: Tensor, draft: Draft, rule: Typical, numbers: Numbers, shape: Topology) -> Verdict:
     """p [B, N+1, V] as in verify_sampled: the longest path of typical tokens, of equally long ones the most probable,
     then a token drawn from p behind it. Nothing is taken out of p for what was refused."""
     entropy = torch.special.entr(p).sum(-1)  # [B, N+1]
@@ -148,7 +158,7 @@ def verify_typical(p: Tensor, draft: Draft, rule: Typical, generator: torch.Gene
     depth = shape.depth.expand_as(whole).masked_fill(~whole, -1)
     best = worth.masked_fill(depth < depth.amax(1, keepdim=True), -torch.inf).argmax(1)
     rows = torch.arange(len(p), device=p.device)
-    following = draw(p[rows, best], torch.rand(len(p), generator=generator, dtype=torch.float64).to(p.device))
+    following = draw(p[rows, best], uniforms_of(numbers, len(p), 0, p.device)[:, 0])
     own = torch.zeros(whole.shape, dtype=torch.long, device=p.device).scatter_(1, best[:, None], following[:, None])
     taken = sees[rows, best]
     return along(taken, taken.sum(1) - 1, draft, shape, own)

@@ -14,7 +14,7 @@ from typing import Any, get_origin
 import yaml
 
 from recipes.errors import INTERRUPTED, MAKE_ROOM, NO_SPACE, ConfigError, DrafthouseError, RunError
-from recipes.files import write_text, written
+from recipes.files import locked, write_text, written
 from recipes.launched import end_process
 from recipes.loader import dump_values, flags, load_options, load_recipe
 from recipes.plain import read
@@ -177,10 +177,11 @@ def write_resolved(recipe: Recipe, sections: Collection[str] = ()) -> None:
     one already, only these sections of it (empty: all): the others say what earlier stages worked with."""
     path = Path(recipe.runs_dir) / recipe.name / "recipe.yaml"
     values = asdict(recipe)
-    if sections and path.is_file():
-        earlier = earlier_recipe(path)
-        values = {name: value if name in sections else earlier.get(name, value) for name, value in values.items()}
-    with written(path.parent):
+    # Two stages at once would each lose the other's sections.
+    with written(path.parent), locked(path.parent, ".recipe.lock"):
+        if sections and path.is_file():
+            earlier = earlier_recipe(path)
+            values = {name: value if name in sections else earlier.get(name, value) for name, value in values.items()}
         write_text(path, dump_values(values))
 
 

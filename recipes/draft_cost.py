@@ -1,9 +1,10 @@
-"""Size, training and drafting of a drafter in numbers: what drafters/eagle3.py and medusa.py do, counted. Arithmetic
-only.
+"""Size, training and drafting of a drafter in numbers: what drafters/eagle3.py, parallel.py and medusa.py do, counted.
+Arithmetic only.
 
 Step 0 of the unroll computes for every position the fused state, all of every layer but the last, and the last one's
 keys and values; queries and MLP of the last layer, and the head, are computed for positions that carry loss, in every
-step. Legend: S sequence, P_k loss positions of step k, H hidden, Ht target hidden, n taps, D draft vocabulary,
+step. A parallel drafter has the same products in one pass: its places to come pass every layer, as later steps do.
+Legend: S sequence, P_k loss positions of step k, H hidden, Ht target hidden, n taps, D draft vocabulary,
 I intermediate, nh/nkv heads, hd head dimension.
 """
 
@@ -33,6 +34,7 @@ class DraftSize:
     tap_norms: bool = False
     train_head: bool = True
     layers: int = 1
+    parallel: bool = False  # all tokens of a draft in one pass
 
     @property
     def inputs(self) -> list[int]:
@@ -74,7 +76,8 @@ class DraftSize:
     @property
     def parameters(self) -> int:
         norms = (2 + 2 * self.layers) * self.hidden + (self.taps * self.target_hidden if self.tap_norms else 0)
-        return self.fuse + self.every + self.block + self.head + norms
+        masks = self.taps * self.target_hidden + self.hidden if self.parallel else 0
+        return self.fuse + self.every + self.block + self.head + norms + masks
 
     @property
     def trained(self) -> int:
@@ -95,8 +98,10 @@ class DraftSize:
         return self.parameters * (depth + 1)
 
     def exported(self, layout: str) -> int:
-        """Numbers of its export, with what the layout carries of the target: speculators its embedding."""
-        return self.parameters + self.vocab * self.target_hidden * (layout == "speculators")
+        """Numbers of its export, with what the layout carries of the target: speculators its embedding, as every
+        layout does of a parallel drafter, which has a row of its own in it."""
+        table = self.vocab * self.hidden - self.hidden if self.parallel else self.vocab * self.hidden
+        return self.parameters + table * (self.parallel or layout == "speculators")
 
 
 @dataclass(frozen=True)
@@ -133,24 +138,23 @@ class MedusaSize(DraftSize):
         return self.parameters
 
     def exported(self, layout: str) -> int:
-        """Where the projection is shared, vLLM's layout carries it once, the original one for every head."""
-        carried = 0 if self.train_head else self.count if layout == "medusa-original" else 1
-        return self.parameters + carried * self.head
+        """Projections have a row for every token in both layouts; a shared one vLLM's carries once, the original for
+        every head."""
+        if self.train_head:
+            return self.parameters + self.count * (self.vocab - self.draft_vocab) * self.hidden
+        return self.parameters + self.vocab * self.hidden * (self.count if layout == "medusa-original" else 1)
 
 
-def worked(spans: list[float], depth: int, share: float = 1.0) -> list[float]:
+def worked(spans: list[float], depth: int, share: float = 1.0, floor: float = 0.0) -> list[float]:
     """Loss positions of each unrolled step of a row whose turns learnt from have these lengths: a turn of A tokens has
-    A - 1 - k at step k; from each step the `share` of the chains goes on."""
-    found, kept = [], 1.0
-    for k in range(depth):
-        found.append(kept * sum(max(0.0, span - 1 - k) for span in spans))
-        kept *= share
-    return found
+    A - 1 - k at step k; from each step the `share` of the chains goes on, down to the `floor` of all."""
+    return [max(share**k, floor) * sum(max(0.0, span - 1 - k) for span in spans) for k in range(depth)]
 
 
-def computed(positions: list[float], share: float) -> list[float]:
-    """Positions that each step computes before its head: chains that end are left out only where chains are thinned."""
-    return positions if share < 1 else [positions[0]] * len(positions)
+def computed(size: DraftSize, positions: list[float], share: float) -> list[float]:
+    """Positions that each step computes before its head: chains that end are left out where chains are thinned, and
+    by a parallel drafter."""
+    return positions if share < 1 or size.parallel else [positions[0]] * len(positions)
 
 
 def columns(tokens: float, chains: float) -> float:
@@ -186,7 +190,7 @@ def attention_flops(size: DraftSize, tokens: float, passed: Sequence[float]) -> 
 
 def forward_flops(size: DraftSize, tokens: float, positions: list[float]) -> float:
     """Operations of drafting from these positions, without a teacher."""
-    passed = computed(positions, 1.0)
+    passed = [positions[0]] * len(positions)
     products = (size.fuse * tokens + size.every * (tokens + sum(passed[1:])) + size.block * sum(passed)
                 + size.head * sum(positions))
     return 2 * products + 2 * attention_flops(size, tokens, passed)
@@ -195,17 +199,17 @@ def forward_flops(size: DraftSize, tokens: float, positions: list[float]) -> flo
 def train_flops(size: DraftSize, tokens: float, positions: list[float], share: float = 1.0) -> float:
     """Operations of one row's forward and backward pass. Attention takes seven products: the scores are computed once
     more for the backward pass."""
-    passed = computed(positions, share)
+    passed = computed(size, positions, share)
     return 7 * attention_flops(size, tokens, passed) + chain_flops(
         tokens, passed, positions, fuse=size.fuse, every=size.every, step=size.block, head=size.head,
         teacher=size.teacher, train_head=size.train_head)
 
 
 def mean_train_flops(size: DraftSize, tokens: float, spans: list[float], unroll: Sequence[tuple[float, int]],
-                     share: float = 1.0) -> float:
+                     share: float = 1.0, floor: float = 0.0) -> float:
     """train_flops of one row, averaged over a run that unrolls, from each share of it on, so many steps."""
     begins = [min(max(begin, 0.0), 1.0) for begin, _ in unroll]
-    return sum((end - begin) * train_flops(size, tokens, worked(spans, depth, share), share)
+    return sum((end - begin) * train_flops(size, tokens, worked(spans, depth, share, floor), share)
                for (_, depth), begin, end in zip(unroll, begins, [*begins[1:], 1.0]))
 
 
@@ -233,7 +237,7 @@ def activation_bytes(size: DraftSize, rows: float, tokens: float, positions: lis
     while it is worked: logits in float32, the teacher's, and two of their size."""
     S, H = tokens, size.hidden
     batch = S * (size.taps + 1) * size.target_hidden * itemsize
-    kept, passed = S * 4 * H * itemsize, computed(positions, share)
+    kept, passed = S * 4 * H * itemsize, computed(size, positions, share)
     for layer in range(size.layers):
         kept += S * (2 * H + 2 * size.kv_heads * size.head_dim) * itemsize
         for k, P in enumerate(passed if layer + 1 == size.layers else [S, *passed[1:]]):
@@ -245,15 +249,18 @@ def activation_bytes(size: DraftSize, rows: float, tokens: float, positions: lis
 
 
 def draft_seconds(size: DraftSize, rows: float, K: int, context: float, itemsize: float, speed: Speed) -> float:
-    """Seconds of one draft of K tokens: a pass over the newly verified positions, then K - 1 passes of one token."""
-    def one(queries: float, fused: bool) -> float:
+    """Seconds of one draft of K tokens: a pass over the newly verified positions, then K - 1 passes of one token; of a
+    parallel drafter the one pass has K - 1 places more."""
+    def one(queries: float, fused: bool, drafted: float = 1.0) -> float:
         weights = size.every + size.block + size.head + (size.fuse if fused else 0)
-        done = 2 * rows * (queries * (size.every + (size.fuse if fused else 0)) + size.block + size.head)
+        done = 2 * rows * (queries * (size.every + (size.fuse if fused else 0)) + drafted * (size.block + size.head))
         cache = rows * context * 2 * size.kv_heads * size.head_dim * size.layers
         busy = pnorm((weights + cache) * itemsize / speed.bandwidth, done / speed.flops, speed.overlap)
         return busy + size.layers * speed.layer_s
 
-    return one(K + 1, True) + (K - 1) * one(1, False) if K else 0.0
+    if not K:
+        return 0.0
+    return one(2 * K, True, K) if size.parallel else one(K + 1, True) + (K - 1) * one(1, False)
 
 
 def optimizer_steps(rows: float, epochs: float, batch_rows: int, ranks: int, accumulation: int) -> int:

@@ -49,9 +49,10 @@ def written(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Held by one process of this machine at a time; a process that dies lets go."""
-    with open(folder / ".lock", "wb") as f:
+def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
+    """Held by one process of this machine at a time; a process that dies lets go. name: of the file that is locked,
+    another one than `alone` holds in the same folder."""
+    with open(folder / name, "wb") as f:
         _lock(f, fcntl.LOCK_EX)
         yield
 

@@ -7,7 +7,9 @@ A section is read by the stage that owns it and is never passed further down as 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
+
+COLDEST = 0.01  # temperature above 0; logits divided by much less overflow
 
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # a larger number overflows some library's integer
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
@@ -25,6 +27,19 @@ Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Amount
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 Span = Annotated[list[Weight], Field(max_length=2)]
+
+
+def divides(temperature: float) -> float:
+    """A temperature that logits can be divided by, or 0. ValueError for another one."""
+    if 0 < temperature < COLDEST:
+        raise ValueError(f"must be 0, which is greedy, or at least {COLDEST:g}")
+    return temperature
+
+
+# What a target is sampled with, the same wherever a recipe says it
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(divides)]
+Nucleus = Annotated[float, Field(gt=0, le=1)]  # top_p
+Penalty = Annotated[float, Field(ge=0.1, le=10)]  # of repetition
 
 
 def opt(default: Any, help: str) -> Any:
@@ -69,8 +84,8 @@ class PromptSource:
     text_field: str = opt("", "field that holds the prompt; empty detects the row's format")
     id_field: str = opt("id", "field that holds the row's own stable id; empty, or a row without it: from the content")
     separator: str = opt("\n", "text: what stands between prompts; a newline is one a line, two are one a paragraph")
-    temperature: NonNegativeFloat = opt(1.0, "synthesis: sampling temperature of the user turn")
-    top_p: float = opt(0.95, "synthesis: nucleus of the user turn")
+    temperature: Temperature = opt(1.0, "synthesis: sampling temperature of the user turn")
+    top_p: Nucleus = opt(0.95, "synthesis: nucleus of the user turn")
     top_k: NonNegativeInt = opt(0, "synthesis: top-k of the user turn, 0 is off")
     max_tokens: PositiveInt = opt(96, "synthesis: longest user turn; an unfinished one is dropped")
     starts: list[str] = opt([], "synthesis: openings that the user turns take in rotation; empty is none")
@@ -124,9 +139,9 @@ class Generation:
     backend: Literal["transformers", "openai", "vllm", "logs"] = opt("transformers", "what writes the answers")
     answers: Literal["regenerate", "keep"] = opt("regenerate", "keep: learn from the given answers (off-policy)")
     max_tokens: PositiveInt = opt(128, "longest answer, in tokens")
-    temperature: NonNegativeFloat = opt(0.0, "0 is greedy")
+    temperature: Temperature = opt(0.0, "0 is greedy")
     top_k: NonNegativeInt = opt(0, "0 is off")
-    top_p: float = opt(1.0, "1 is off")
+    top_p: Nucleus = opt(1.0, "1 is off")
     batch_size: Rows = opt(32, "rows decoded together; a finished row is replaced")
     unit_rows: PositiveInt = opt(128, "rows of one atomic unit: what a kill can cost")
     seed: Seed = opt(0, "seed of sampled answers, combined with each row's id")
@@ -226,6 +241,19 @@ class Tree:
 
 
 @dataclass
+class Sampling:
+    """How the target's tokens are chosen, as transformers and engines define it; data/sampling.py applies it."""
+
+    temperature: Temperature = opt(0.0, "0 is greedy: neither of top_k, top_p and min_p acts then")
+    top_k: NonNegativeInt = opt(0, "the k most probable tokens are left; 0 is off")
+    top_p: Nucleus = opt(1.0, "the fewest most probable tokens that have this share together are left; 1 is off")
+    min_p: Share = opt(0.0, "tokens with less than this share of the most probable one's probability are left out; 0 "
+                            "is off")
+    repetition_penalty: Penalty = opt(1.0, "logits of tokens that prompt or answer hold already are divided by it, "
+                                           "negative ones multiplied; of greedy text too; 1 is off")
+
+
+@dataclass
 class Typical:
     """Medusa's typical acceptance, for eval.acceptance: typical (docs/decoding.md). It is lossy."""
 
@@ -295,6 +323,9 @@ class Eval:
         "exact", "exact: the text is the target's own. typical: tokens that the target finds typical are accepted "
                  "too: LOSSY, and the report says so (docs/decoding.md)")
     typical: Typical = field(default_factory=Typical)
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: list[Annotated[str, Field(min_length=1)]] = opt(
+        [], "strings that end an answer, as the production requests have them; everything is measured with them")
     confidence: Share = opt(0.0, "a chain ends behind a token that is less probable under the drafter; 0 is off")
     max_tokens: PositiveInt = opt(64, "longest answer, in tokens")
     batch_size: Rows = opt(16, "rows decoded together where acceptance is counted")
@@ -340,7 +371,7 @@ class Roi:
     model: str = opt("", "a target of recipes/shapes.json, which needs no config.json; empty is target.model")
     tensor_parallel: PositiveInt = opt(1, "GPUs of a replica")
     weight_bits: NonNegativeFloat = opt(0.0, "bits a weight of the target's layers as it is served; 0: its own")
-    cache_bits: PositiveFloat = opt(16.0, "bits of its keys and values")
+    cache_bits: NonNegativeFloat = opt(0.0, "bits of its keys and values; 0: as the measured steps say, else 16")
     memory_share: Share = opt(0.9, "share of a GPU's memory for weights, drafter and cache")
     pools: Literal["shared", "apart"] = opt("shared", "apart: prompts run on GPUs of their own (disaggregated)")
     input_tokens: PositiveFloat = opt(512.0, "mean length of a prompt")

@@ -27,6 +27,7 @@ from recipes.draft_cost import DraftSize
 from recipes.model_shape import ModelShape
 
 OVERLAP = 3.0  # exponent of the norm that joins moving and computing: engines hide most of the shorter one
+IN_TURNS = 1.0  # on a CPU: products of 32 to 128 rows take what one row takes and their arithmetic (docs/results.md)
 SEQUENTIAL = ("eagle3", "mtp", "model", "layer_cut")  # one pass a draft token
 KINDS = (*SEQUENTIAL, "parallel", "medusa", "lookup", "none")
 
@@ -35,7 +36,7 @@ KINDS = (*SEQUENTIAL, "parallel", "medusa", "lookup", "none")
 class Constants:
     """What an engine makes of the peaks: the figures that calibration fits, each by its logarithm."""
 
-    moved: float = 0.75  # share of the memory's bandwidth
+    moved: float = 0.71  # share of the memory's bandwidth
     done: float = 0.5  # share of the FLOP/s
     layer_us: float = 15.0  # of a target layer in a decoding pass
     reduce_us: float = 10.0  # of each sum over the GPUs that share a layer, two a layer
@@ -50,8 +51,8 @@ class Constants:
 
     @classmethod
     def from_logs(cls, logs) -> "Constants":
-        values = {f.name: math.exp(x) for f, x in zip(fields(cls), logs)}
-        return cls(**values | {name: min(values[name], 1.0) for name in ("moved", "done", "apart")})
+        """Whether shares may pass 1 is the profile's to say (eval/roi_calibrate.py)."""
+        return cls(**{f.name: math.exp(x) for f, x in zip(fields(cls), logs)})
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ def draft_seconds(draft: Draft, place: Place, c: Constants, step: Step) -> float
         own = replace(place, shape=draft.model, keep=replace(place.keep, weight_bits=draft.bits))
         busy = K * target_seconds(own, c, rows * step.topk, 1, step.context)
     passes = K if draft.kind in SEQUENTIAL else 1
-    ranks = 2e-6 * c.reduce_us if place.keep.ranks > 1 else 0.0
-    return busy + passes * (c.draft_us * 1e-6 + ranks)
+    own_sums = draft.kind in ("eagle3", "parallel", "medusa") and place.keep.ranks > 1  # the others' are their layers'
+    return busy + passes * (c.draft_us + (2 * c.reduce_us if own_sums else 0.0)) * 1e-6
 
 
 def _eagle_seconds(draft: Draft, place: Place, c: Constants, step: Step) -> float:
@@ -177,7 +178,7 @@ def some_layers(shape: ModelShape, count: int) -> ModelShape:
 
 def draft_memory(draft: Draft, shape: ModelShape, K: int, keep: Format, rows: float, length: float) -> float:
     """Bytes of a drafter on each GPU: its weights, and its own keys and values of so many rows of this length. Lookup
-    has neither; a layer_cut's weights are the target's own."""
+    has neither; a layer_cut's weights are the target's own, an MTP module is kept as the target is."""
     size = draft.size
     if size:
         token = 2 * size.kv_heads * size.head_dim * size.layers * keep.cache_bits / 8
@@ -187,7 +188,8 @@ def draft_memory(draft: Draft, shape: ModelShape, K: int, keep: Format, rows: fl
     if draft.kind == "layer_cut":
         return cache_per_gpu(some_layers(shape, draft.layers), rows, length, keep)
     if draft.kind in ("mtp", "model"):
-        own, drafting = replace(keep, weight_bits=draft.bits), draft.model or some_layers(shape, 1)
+        own = replace(keep, weight_bits=draft.bits) if draft.model else keep
+        drafting = draft.model or some_layers(shape, 1)
         return weights_per_gpu(drafting, own) + cache_per_gpu(drafting, rows, length, own)
     return 0.0
 

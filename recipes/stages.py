@@ -168,6 +168,7 @@ class Training:
     states: str = "stored"  # computed: by the target in every epoch
     cached: float = 0.0  # share of the rows that a cache keeps after the first epoch
     stored: str = "float32"  # how their states are stored, a key of recipes.storage.STORED
+    floor: float = 0.0  # share of the chains that every step has at least
 
 
 def saves(steps: int, validate_every: int, save_every: int) -> int:
@@ -182,14 +183,15 @@ def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section
     learnt, length = max(1.0, load.rows - load.validation), load.prompt + load.answer
     steps = draft.optimizer_steps(learnt, section.epochs, section.batch_rows, ranks, section.accumulation)
     spans = [load.answer, load.user] if load.user else [load.answer]
-    a_row = draft.mean_train_flops(size, length, spans, section.unroll, section.share)
+    a_row = draft.mean_train_flops(size, length, spans, section.unroll, section.share, section.floor)
     depth = max(steps for _, steps in section.unroll)
+    passes = 1 if size.parallel else depth
     micro = ceil(section.epochs * learnt / ranks / section.batch_rows)
-    moved = 3 * 4 * size.moved(depth)  # weights and their gradients pass the memory in each step
+    moved = 3 * 4 * size.moved(passes)  # weights and their gradients pass the memory in each step
     busy = micro * (section.batch_rows * a_row / speed.flops + moved / speed.bandwidth
-                    + 3 * (depth + 1) * speed.layer_s)
+                    + 3 * (passes + 1) * speed.layer_s)
     forward = draft.forward_flops(size, length, draft.worked([load.answer], section.validation_length))
-    each = forward / speed.flops + section.validation_length * speed.layer_s
+    each = forward / speed.flops + (1 if size.parallel else section.validation_length) * speed.layer_s
     checks = ceil(steps / section.validate_every)
     parts = {"start and loading": machine.start_s + weights_per_gpu(shape, keep) * keep.gpus / machine.disk,
              "passes": busy, "updates": steps * draft.update_seconds(size, ranks, section.zero_stage, speed),
@@ -202,7 +204,7 @@ def train(shape: ModelShape, keep: Format, machine: Machine, load: Load, section
     parts["reading states"] = read * held / machine.disk
     wanted = weights_per_gpu(shape, keep)
     itemsize = 2 if section.half else 4
-    positions = draft.worked([load.longest, 0.0], depth, section.share)
+    positions = draft.worked([load.longest, 0.0], depth, section.share, section.floor)
     working = (draft.optimizer_bytes(size, ranks, section.zero_stage) + size.borrowed * keep.other_bits / 8
                + (2 * size.parameters if section.half else 0)
                + draft.activation_bytes(size, section.batch_rows, load.longest, positions, itemsize, section.share))
@@ -236,6 +238,7 @@ class Judging:
     check: bool
     check_prompts: int
     check_tokens: int
+    apart: bool = False  # greedy text is decoded for the lossless proof alone
 
 
 def export(shape: ModelShape, keep: Format, machine: Machine, load: Load, section: Judging) -> Stage:
@@ -250,7 +253,7 @@ def export(shape: ModelShape, keep: Format, machine: Machine, load: Load, sectio
     if section.check:
         passes = section.check_tokens / load.accepted
         read = length if size.every else 1
-        whole = section.K * draft.draft_seconds(size, read, 1, 1, keep.other_bits / 8, speed)
+        whole = draft.draft_seconds(size, read, 1, 1, keep.other_bits / 8, speed) * (1 if size.parallel else section.K)
         reading = (decode_seconds(shape, keep, speed, 1, load.judged_prompt, section.check_tokens + section.K, 1)
                    + pass_seconds(shape, Pass(1, length, heads=length), keep, speed) + passes * whole)
         ours = passes * cycle_seconds(shape, keep, machine, section.check_prompts, length, section)
@@ -284,13 +287,14 @@ def evaluate(shape: ModelShape, keep: Format, machine: Machine, load: Load, sect
         filling = waves * pass_seconds(shape, Pass(at_once, prompt), keep, speed)
         return filling + waves * new / load.accepted * cycle_seconds(shape, keep, machine, at_once, context, section)
 
-    timed = section.timed + 1  # one more warms up
+    timed, proven = section.timed + 1, min(section.lossless, load.judged)  # one more warms up
     # Of each batch size all timed prompts; twice where they are fewer than two batches, repeated where fewer than one.
     batches = [(b, section.timed if section.timed >= 2 * b else 2 * max(section.timed, b)) for b in section.batch_sizes]
     parts = {
         "start and loading": machine.start_s + weights * keep.gpus / machine.disk,
         "acceptance": speculative(load.judged, section.max_tokens, section.batch),
-        "lossless": plain(min(section.lossless, load.judged), section.max_tokens, section.batch),
+        "lossless": plain(proven, section.max_tokens, section.batch)
+        + (speculative(proven, section.max_tokens, section.batch) if section.apart else 0.0),
         "speed": 2 * plain(timed, section.timed_tokens, 1) + 2 * speculative(timed, section.timed_tokens, 1)
         + sum(plain(rows, section.timed_tokens, b) + speculative(rows, section.timed_tokens, b) for b, rows in batches),
         "sampling": section.contexts * (pass_seconds(shape, Pass(1, prompt), keep, speed)

@@ -51,8 +51,11 @@ class SlowEagle3:
     def first_inputs(self, state: Tensor, token: int) -> tuple[Tensor, Tensor]:
         """What the first layer's attention reads, and its residual."""
         normed = self.norm(state, "midlayer.hidden_norm")
-        x = torch.cat([self.norm(self.drafter.embedding[token], "midlayer.input_layernorm"), normed])
+        x = torch.cat([self.norm(self.embedded(token), "midlayer.input_layernorm"), normed])
         return x, normed if self.drafter.options.norm_before_residual else state
+
+    def embedded(self, token: int) -> Tensor:
+        return self.drafter.embedding[token]
 
     def key_value(self, layer: str, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
         n = self.drafter.shape.num_key_value_heads
@@ -107,6 +110,25 @@ class SlowEagle3:
         return self.weight("lm_head") @ self.norm(output, "norm")
 
 
+class SlowParallel(SlowEagle3):
+    """The parallel drafter: what follows a chain's start is the mask, one place after another."""
+
+    def embedded(self, token: int) -> Tensor:
+        own = token == self.drafter.options.mask_token
+        return self.drafter.get_parameter("mask_embedding") if own else self.drafter.embedding[token]
+
+    def chain(self, ids: list[int], taps: Tensor, start: int, following: list[int]) -> list[Tensor]:
+        """Outputs (before the norm) of as many depths as `following` is long; of its tokens only the first is seen."""
+        seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.drafter.options.num_layers)]
+        for i in range(start):
+            self.passed(self.fused(taps[i]), ids[i + 1], i, seen, wanted=False)
+        outputs = [self.passed(self.fused(taps[start]), following[0], start, seen)]
+        mask = self.fused(self.drafter.get_parameter("mask_hidden").flatten())
+        for k in range(1, len(following)):
+            outputs.append(self.passed(mask, self.drafter.options.mask_token, start + k, seen))
+        return outputs
+
+
 def step_loss(options: Options, log_q: Tensor, head: Tensor, final: Tensor, draft_ids: list[int], label: int
               ) -> tuple[Tensor, float]:
     """One step's loss and how much of it the target would accept, from the definitions: log_q [D], head [V, Ht]."""
@@ -127,9 +149,10 @@ def step_loss(options: Options, log_q: Tensor, head: Tensor, final: Tensor, draf
     return share * divergence + (1 - share) * (1 - accepted), accepted.item()
 
 
-def slow_loss(drafter: Eagle3, batch: Batch, head: Tensor) -> tuple[Tensor, list[float], list[int], list[int]]:
+def slow_loss(drafter: Eagle3, batch: Batch, head: Tensor, slowly: type[SlowEagle3] = SlowEagle3,
+              ) -> tuple[Tensor, list[float], list[int], list[int]]:
     """(weighted sum, then per depth: loss sum, hits, positions); head [V, Ht] is the target's own."""
-    slow, depth, options = SlowEagle3(drafter), drafter.options.depth, drafter.options
+    slow, depth, options = slowly(drafter), drafter.options.depth, drafter.options
     draft_ids = [v for v in range(drafter.shape.vocab_size) if drafter.t2d[v]]
     total, losses, hits, counts = torch.zeros((), dtype=torch.float64), [0.0] * depth, [0] * depth, [0] * depth
     for b in range(len(batch.ids)):

@@ -135,12 +135,17 @@ def test_a_drafter_without_a_distribution_is_judged_by_its_chain(counting, monke
     assert budgets == [] and trees is False and set(curve.verify_ms) == {1, 2, 3}
 
 
-def test_costs_are_measured(counting):
-    """A time for every width asked for, of the target and of the drafter, at any batch size."""
+def test_costs_are_measured(counting, monkeypatch):
+    """A time for every width asked for, of the target and of the drafter, at any batch size; where all levels are one
+    pass, of that pass for one and for all."""
     drafter = counting_drafter(counting, list(range(V)))
     curve = measure_curve(counting, drafter, 20, [2, 5], 3, [2, 4], batch=2, repeats=2)
     assert set(curve.verify_ms) == {1, 2, 5} and set(curve.draft_ms) == {1, 2, 4} and curve.batch == 2
-    assert curve.target_ms == curve.verify_ms[1] > 0 and curve.draft_ms[1] > 0
+    assert curve.target_ms == curve.verify_ms[1] > 0 and curve.draft_ms[1] > 0 and curve.pass_ms == {}
+    monkeypatch.setattr(type(drafter), "one_pass", True, raising=False)
+    curve = measure_curve(counting, drafter, 20, [2, 5], 3, [2, 4], repeats=2)
+    assert set(curve.pass_ms) == {1, 3} and min(curve.pass_ms.values()) > 0
+    assert set(curve.draft_ms) == {1, 2, 4} and curve.draft_ms[1] == 0.0 <= curve.draft_ms[4]
 
 
 def test_choice_on_a_real_target(counting):
@@ -150,3 +155,16 @@ def test_choice_on_a_real_target(counting):
     chosen = measured_choice(counting, drafter, [[5, 6], [20, 21]], section)
     assert chosen.plan is None or chosen.expected == pytest.approx(1 + chosen.plan.depth)
     assert "ms of a cycle at batch 1" in chosen.reason
+
+
+def test_a_pass_that_drafts_all_levels_costs_what_each_adds_to_it():
+    """A parallel drafter's longer chain costs no further pass: so it is taken wherever it accepts anything more. Heads
+    add to the pass, each as much, and nodes that a tree goes on from to their level."""
+    one = Curve(10.0, {2: 10.0, 6: 11.0}, {1: 0.0, 2: 0.5}, pass_ms={1: 4.0, 5: 4.0})
+    assert cost_ms(chain(1), one) == pytest.approx(14.0) and cost_ms(chain(5), one) == pytest.approx(15.0)
+    assert choose([[0.6]] * 5, one, [], False).plan == chain(5)
+    assert cost_ms(StaticTree(((0,), (1,), (2,), (0, 0), (1, 0))), one) == pytest.approx(4.0 + 0.5 + 11.0)
+    heads = Curve(10.0, {2: 10.0, 6: 11.0}, {1: 0.0}, pass_ms={1: 4.0, 5: 20.0})
+    assert [cost_ms(chain(K), heads) for K in (1, 3, 5)] == pytest.approx([14.0, 4 + 8 + 10.5, 31.0])
+    level = Curve(10.0, {2: 10.0, 6: 11.0}, {1: 4.0})
+    assert cost_ms(chain(5), level) == pytest.approx(31.0) and choose([[0.6]] * 5, level, [], False).plan != chain(5)

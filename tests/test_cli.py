@@ -1,6 +1,7 @@
 """Exit codes and messages: one line for what a user can cause, no traceback without --debug, nothing half-made."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from data import collect
 from eval import run as eval_run
 from recipes import cli
 from recipes import files as recipe_files
+from recipes.loader import load_recipe
 from recipes.schema import opt
 from train import run as train_run
 
@@ -133,7 +135,7 @@ def test_trace_refuses(world, tmp_path, capsys, prompts, target, trace, message)
     path = recipe_in(world, tmp_path, prompts, target=target, trace=trace)
     code, err = stage(collect.COMMAND, capsys, "--config", str(path))
     assert code == 2 and message in err
-    records = {"tiny/recipe.yaml", "tiny/traces/settings.json", "tiny/traces/provenance.json"}
+    records = {"tiny/recipe.yaml", "tiny/.recipe.lock", "tiny/traces/settings.json", "tiny/traces/provenance.json"}
     assert files(tmp_path / "runs") in (set(), records)  # refused before the folder was taken, or behind it
 
 
@@ -252,6 +254,28 @@ def test_trace_then_train(world, tmp_path, capsys):
     before = files(tmp_path)
     assert stage(train_run.COMMAND, capsys, "--config", str(path))[0] == 0
     assert files(tmp_path) == before and "runs/tiny/checkpoints/best.json" in before
+
+
+def test_stages_at_once_keep_each_others_sections(tmp_path, monkeypatch):
+    """recipe.yaml is read, changed and written by one stage at a time."""
+    recipe = load_recipe(str(write_recipe(tmp_path / "r.yaml", tmp_path)), {})
+    folder, read, held = tmp_path / "runs" / recipe.name, cli.earlier_recipe, []
+
+    def watched(path):
+        with open(folder / ".recipe.lock", "wb") as f, pytest.raises(BlockingIOError):
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held.append(path.name)
+        return read(path)
+
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(cli, "earlier_recipe", watched)
+    cli.write_resolved(recipe)
+    recipe.train.lr, recipe.eval.limit = 0.5, 7
+    cli.write_resolved(recipe, ["eval"])
+    stored = yaml.safe_load((folder / "recipe.yaml").read_text())
+    assert held == ["recipe.yaml"] and stored["eval"]["limit"] == 7 and stored["train"]["lr"] != 0.5
+    with open(folder / ".recipe.lock", "wb") as f:
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_make_demo_prints_its_stages():

@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 from eval.engine_run import Job, offline, over_http, stoppable
 way, model = sys.argv[1:]
-job = Job(model, model + "/native", 3, [[5]] * 40, 4, [2], "float32", {"enforce_eager": True, "max_model_len": 512})
+told = {"method": "eagle3", "model": model + "/native", "num_speculative_tokens": 3}
+job = Job(model, told, 3, [[5]] * 40, 4, [2], "float32", {"enforce_eager": True, "max_model_len": 512})
 with stoppable():
     {"offline": offline, "http": over_http}[way](sys.executable, job, 1, Path(model) / "engine.log")
 """

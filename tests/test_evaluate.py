@@ -11,6 +11,7 @@ from tiny_drafter import LAYERS
 
 from data.chat import prompt_ids
 from data.evalsets import Question, Questions
+from eval import evaluation as eval_evaluation
 from eval import run as eval_run
 from eval.rows import Asking
 from recipes.errors import ConfigError
@@ -157,9 +158,9 @@ def test_the_stack_is_as_it_was_at_the_start(made, monkeypatch):
     machine = {"OMP_WAIT_POLICY": "unset", "load_1m": 0.1}
     began = iter([{"versions": {}, "git": "g", "time": "then", "machine": machine}])
     with monkeypatch.context() as patch:
-        patch.setattr(eval_run, "stamp", lambda recipe: next(began))
-        patch.setattr(eval_run, "read_sets", lambda *args: pytest.fail("read first") if list(began) else [])
-        patch.setattr(eval_run.Asking, "first", lambda self: [])
+        patch.setattr(eval_evaluation, "stamp", lambda recipe: next(began))
+        patch.setattr(eval_evaluation, "read_sets", lambda *args: pytest.fail("read first") if list(began) else [])
+        patch.setattr(eval_evaluation.Asking, "first", lambda self: [])
         stack = eval_run.Evaluation(load_recipe(made[0])).head()["stack"]
     assert (stack["time"], stack["load_1m"], stack["git"]) == ("then", 0.1, "g")
 
@@ -168,7 +169,7 @@ def test_a_timed_answer_fits_the_context(made, monkeypatch):
     """eval.speed_tokens may be more than eval.max_tokens: the longer of both leaves the room of a prompt, within the
     fewest positions that target (512) and drafter (256) have (case 33)."""
     rooms = []
-    monkeypatch.setattr(eval_run, "Asking", lambda target, sets, room, strict: rooms.append(room) or Asking(
+    monkeypatch.setattr(eval_evaluation, "Asking", lambda target, sets, room, strict: rooms.append(room) or Asking(
         target, sets, room, strict))
     for tokens in ("6", "12", "40"):
         eval_run.Evaluation(load_recipe(made[0], {"eval.speed_tokens": tokens}))

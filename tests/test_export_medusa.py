@@ -69,6 +69,27 @@ def exported(tmp_path, layout: str = "medusa", dtype: str = "float32", **options
     return export_layout(layout, source, tmp_path / "out" / layout, dtype, SERVED)
 
 
+def widened(rows: torch.Tensor) -> torch.Tensor:
+    """The rows of IDS at their places; between them the mean of sixteen that are spread over them, in their
+    precision."""
+    picked = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5]
+    between = rows[picked].double().mean(0).to(rows.dtype)
+    return torch.stack([rows[IDS.tolist().index(i)] if i in IDS.tolist() else between for i in range(V)])
+
+
+def test_no_token_outside_the_map_is_proposed():
+    """vLLM skips the map beside whole projections: whatever the state is, the largest logit is a trained row's."""
+    rows = torch.randn(D, H, generator=torch.Generator().manual_seed(1))
+    states = torch.randn(4000, H, generator=torch.Generator().manual_seed(2))
+    for kind in (torch.float32, torch.bfloat16):
+        table = medusa.whole(rows.to(kind), IDS, V)
+        assert torch.equal(table, widened(rows.to(kind)))
+        best = (states.to(kind) @ table.T).argmax(-1)
+        assert bool(torch.isin(best, IDS).all()) and len(best.unique()) == D
+        if kind == torch.float32:  # of equal logits in less precision either is the first
+            assert torch.equal(best, IDS[(states @ rows.T).argmax(-1)])
+
+
 CASES = [("medusa", "own", False, 1), ("medusa", "own", True, 3), ("medusa", "shared", False, 2),
          ("medusa", "shared", True, 1), ("medusa-original", "own", True, 1), ("medusa-original", "shared", True, 1)]
 
@@ -88,8 +109,11 @@ def test_round_trip_is_bit_for_bit(tmp_path, layout, projection, full, layers, d
         wanted = {n: t for n, t in state.items() if n.startswith(("blocks.", "lm_heads."))}
         if projection == "shared":
             wanted["lm_heads.0.weight"] = HEAD[ids]
-        assert config["num_heads"] == K and config["num_hidden_layers"] == layers and config["vocab_size"] == V
-        assert config["truncated_vocab_size"] == len(ids) and config["original_lm_head"] == (projection == "shared")
+        if not full:  # vLLM loads no fewer rows
+            wanted |= {n: widened(t.to(kind)) for n, t in wanted.items() if n.startswith("lm_heads.")}
+        assert config["num_heads"] == K and config["num_hidden_layers"] == layers
+        assert config["truncated_vocab_size"] == config["vocab_size"] == V
+        assert config["original_lm_head"] == (projection == "shared")
         assert ("token_map" in tensors) != full
         if not full:
             assert tensors.pop("token_map").tolist() == IDS.tolist()  # ids: not offsets
@@ -154,7 +178,9 @@ FAULTS = [
     (config_with(num_layers=1), "num_layers: vLLM takes it for"), (config_with(num_heads=2), "blocks.2.layers.0.bias"),
     (config_with(num_heads=2), "says heads = 2, but the drafter was trained with 3"),
     (config_with(num_hidden_layers=2), "blocks.0.layers.1.weight: missing"),
-    (config_with(truncated_vocab_size=V + 1), "are they exchanged"), (config_with(logit_scale=0.5), "logit_scale"),
+    (config_with(truncated_vocab_size=D), "truncated_vocab_size = 6, must be vocab_size = 20"),
+    (lambda config, tensors: config["drafthouse"]["shape"].update(draft_vocab_size=V + 1), "are they exchanged"),
+    (config_with(logit_scale=0.5), "logit_scale"),
     (config_with(original_lm_head=True), "says projection = 'shared'"),
     (config_with(torch_dtype="float16"), "is torch"),
     (config_with(auto_map={"a": "b"}), "auto_map"), (without("drafthouse"), "drafthouse: must hold"),
@@ -168,6 +194,8 @@ FAULTS = [
     (tensor("token_map", lambda t: t.int()), "must be torch.int64"),
     (tensor("lm_heads.1.weight", lambda t: t[:-1].clone()), "lm_heads.1.weight: shape"),
     (tensor("lm_heads.1.weight", lambda t: t * 0), "never trained"),
+    (tensor("lm_heads.1.weight", lambda t: t.index_fill(0, torch.tensor([0]), 1.0)), "not name could be proposed"),
+    (tensor("token_map", lambda t: torch.cat([t[:-1], t[-1:] - 1])), "lm_heads.0.weight: rows that token_map does"),
     (tensor("blocks.0.layers.0.weight", lambda t: t * 0), "never trained"),  # case 46: as it began
     (tensor("blocks.0.layers.0.weight", lambda t: t.clone().fill_(torch.nan)), "NaN"),
     (tensor("blocks.0.layers.0.weight", lambda t: t[:0].clone()), "has no elements"),
@@ -297,7 +325,8 @@ def test_published_spellings_are_read(tmp_path):
 def test_whole_projections_with_a_map_are_read_as_vllm_does(projection):
     """Rows of the map where the projection has all of them; a map beside a whole vocabulary counts for nothing."""
     meta, whole = meta_of(projection), state_of(meta_of(projection, full=True))
-    config = medusa.vllm_config(meta, "float32", 3)
+    config = medusa.vllm_config(meta, "float32", 3) | {"truncated_vocab_size": D}
+    del config["drafthouse"]  # somebody else's
     tensors = medusa.vllm_tensors(whole, meta_of(projection, full=True), "float32", HEAD)
     order = IDS[torch.tensor([3, 0, 5, 1, 4, 2])]
     found = medusa.from_vllm(config, tensors | {"token_map": order})
@@ -331,7 +360,8 @@ def test_biases_that_vllm_does_not_load_are_named():
     ({"drafthouse": "x"}, "", "drafthouse = 'x': must be a mapping"),
     ({"drafthouse": {"target": {"fingerprint": {"weights": 1}}}}, "", "must hold digests"),
     ({"drafthouse": {"shape": [1]}}, "", r"drafthouse.shape = \[1\]: must be a mapping"),
-    ({"truncated_vocab_size": 7}, "", "must hold 7 distinct ids")])
+    ({"truncated_vocab_size": 7}, "", "must hold 7 distinct ids"),
+    ({"drafthouse": {"shape": {"draft_vocab_size": 7}}}, "", "must hold 7 distinct ids")])
 def test_folders_that_do_not_fit_are_named(change, lost, message):
     """Cases 13, 56, 57: nothing is filled in where no engine's default is right."""
     config = medusa.vllm_config(meta_of(), "float32", 3)
@@ -386,6 +416,7 @@ def test_the_reader_refuses_what_is_not_whole(base, tmp_path):
     (tmp_path / "config.json").write_text(config)
     for change, message in ((lambda t: t.pop("blocks.0.layers.0.bias"), "blocks.0.layers.0.bias missing"),
                             (lambda t: t.update(more=torch.ones(2)), "unexpected: more"),
+                            (lambda t: t.update({"lm_heads.0.weight": t["lm_heads.0.weight"][1:].clone()}), "rows"),
                             (lambda t: t.update(token_map=t["token_map"] * 0), "token_map has repeated ids")):
         tensors = dict(whole)
         change(tensors)

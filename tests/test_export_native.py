@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_drafter import (
     DIM,
     FINGERPRINT,
@@ -243,6 +243,22 @@ def test_an_earlier_export_outlives_a_foreign_folder_of_its_name(tmp_path, check
     with pytest.raises(ConfigError, match="no earlier export"):
         export_native(checkpoint, out, "float32", LAYERS, FINGERPRINT)
     assert (tmp_path / ".out.earlier" / "model.safetensors").is_file()
+
+
+def test_a_full_vocabulary_has_no_maps(tmp_path):
+    """vLLM (0.32) makes room for d2t only where the vocabularies differ, and refuses the folder for it otherwise."""
+    meta = make_meta()
+    meta["shape"]["draft_vocab_size"] = V
+    state = make_state(meta) | {"lm_head.weight": torch.ones(V, H), "d2t": torch.zeros(V, dtype=torch.long),
+                                "t2d": torch.ones(V, dtype=torch.bool)}
+    folder = write_checkpoint(tmp_path / "checkpoint", meta, state)
+    out = export_native(folder, tmp_path / "out", "float32", LAYERS, FINGERPRINT)
+    tensors = load_file(out / "model.safetensors")
+    assert tensors.keys() == state.keys() - {"d2t", "t2d"}
+    for name in ("d2t", "t2d"):
+        save_file(tensors | {name: state[name]}, out / "model.safetensors", {"format": "pt"})
+        with pytest.raises(RunError, match=f"{name}: unknown tensor: the draft vocabulary is the target's"):
+            check_native(out)
 
 
 def test_a_foreign_folder_is_never_replaced(tmp_path, checkpoint):

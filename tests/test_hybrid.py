@@ -11,6 +11,7 @@ from evaluated import evaluate, world
 from fakes import RuleDrafter, RuleTarget, oracle
 from tiny import LAYERS, load_target, write_target
 
+from data.sampling import Sampling
 from drafters.deferred import MOST, Deferred, together
 from drafters.fallback import Fallback, Pace
 from drafters.fallback import Options as FallbackOptions
@@ -101,7 +102,8 @@ def target(tmp_path_factory):
 
 
 WAITING = [kind for kind in REGISTRY if REGISTRY[kind].reads != "none" or kind == "layer_cut"]
-OPTIONS = {"layer_cut": {"layers": 4}, "eagle3": {"draft_vocab_size": 40}, "medusa": {"draft_vocab_size": 40}}
+OPTIONS = {"layer_cut": {"layers": 4}, "eagle3": {"draft_vocab_size": 40}, "medusa": {"draft_vocab_size": 40},
+           "parallel": {"draft_vocab_size": 40, "num_layers": 2}}
 
 
 def built(kind: str, target):
@@ -227,14 +229,19 @@ def test_the_other_may_draft_shorter_chains():
     assert hybrid(held(oracle(prompts, [], V), longest=3), match=3).longest == 3
 
 
-@pytest.mark.parametrize("plan", [StaticTree(((0,), (1,), (0, 0), (1, 0))), DynamicTree(3, 2, 5)])
+@pytest.mark.parametrize("plan", [StaticTree(((0,), (1,), (0, 0), (1, 0))), DynamicTree(3, 2, 5), DynamicTree(4, 1, 2)])
 def test_a_chain_stands_beside_a_tree(plan):
-    """The lookup cannot branch: its row drafts a chain as deep, the other's the tree."""
+    """The lookup cannot branch: its row drafts a chain as deep, of no more tokens than the tree has; the other's the
+    tree. A sure target's sampled text is its greedy one, whatever numbers each row draws."""
     prompts = [[*range(5, 15), 3, 5, 6, 7], [20]]
     told = answers(prompts, 10)
     out = Decoder(counting(), 10, end_ids=[]).speculative(prompts, hybrid(oracle(prompts, told, V), match=3), plan)
     assert [o.tokens for o in out] == told
-    assert out[0].drafted_by[0][:2] == ("lookup", plan.depth) and out[1].drafted_by[0][0] == "layer_cut"
+    first = "lookup", min(plan.depth, plan.nodes)
+    assert out[0].drafted_by[0][:2] == first and out[1].drafted_by[0][0] == "layer_cut"
+    sampled = Decoder(counting(), 10, Sampling(1.0), end_ids=[]).speculative(
+        prompts, hybrid(oracle(prompts, told, V), match=3), plan)
+    assert [o.tokens for o in sampled] == told and sampled[0].drafted_by[0][:2] == first
 
 
 @pytest.mark.parametrize("values,message", [

@@ -119,7 +119,7 @@ def test_the_acceptance_that_is_assumed_is_the_kinds(tmp_path):
 
 def test_a_kind_without_a_cost_is_refused(tmp_path):
     made = load_recipe(recipe(tmp_path, LLAMA_8B, drafter={"kind": "lookup"}))
-    with pytest.raises(ConfigError, match="its cost is not known yet; make plan knows eagle3, medusa"):
+    with pytest.raises(ConfigError, match="its cost is not known yet; make plan knows eagle3, parallel, medusa"):
         plan.make(made)
 
 

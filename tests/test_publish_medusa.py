@@ -66,8 +66,8 @@ def test_what_vllm_does_not_load_is_not_served(base, module, monkeypatch, capsys
     asked = []
 
     def engine(python, job, threads, log):
-        asked.append((job.drafter and job.drafter.rpartition("/")[2], job.method))
-        if job.drafter:
+        if job.speculation:
+            asked.append((job.speculation["model"].rpartition("/")[2], job.speculation["method"]))
             raise RunError("far enough")
         return SimpleNamespace(tokens=[], engine={})
 
@@ -76,7 +76,7 @@ def test_what_vllm_does_not_load_is_not_served(base, module, monkeypatch, capsys
     assert call(module.COMMAND, base.recipe, *flags, "[medusa-original, medusa]") == 1
     out, err = capsys.readouterr()
     assert "far enough" in err and "vLLM does not load medusa-original: left out" in out
-    assert [one for one in asked if one[0]] == [("medusa", "medusa")]
+    assert asked == [("medusa", "medusa")]
     asked.clear()
     assert call(module.COMMAND, base.recipe, *flags, "[medusa-original]") == 2 and not asked
     assert "export.formats = ['medusa-original']: vLLM loads none of these" in capsys.readouterr().err

@@ -305,7 +305,7 @@ def test_summary_lines():
         "Mean acceptance length  2.14 tokens per draft (95 % CI 2.00 to 2.30; n = 2,538 drafts)",
         "Speedup                 1.36x over transformers generate (95 % CI 1.29 to 1.44; n = 12 prompts)",
         "Lossless                0 mismatches in 24 prompts, 1,432 tokens; 1 near-tie",
-        "Verdict                 deploy within batch 1 to 4",
+        "Verdict                 deploy within batch 1 to 4, at temperature 0 (greedy)",
         "                        - Faster at batch 1: 1.36x, 95 % CI 1.29 to 1.44.",
         "                        - Slower at batch 8: 0.91x.",
     ]
@@ -325,7 +325,8 @@ def test_markdown_summary():
     report = sample_report()
     report["target"]["model"] = "<b>|x"
     text = markdown(report, [{"metric": "total.speed.speedup", "value": 1.36, "bound": "min 1.2", "state": "held"}])
-    assert text.startswith("### eagle3 drafter for \\<b\\>\\|x: deploy within batch 1 to 4\n\n- Faster at batch 1")
+    assert text.startswith("### eagle3 drafter for \\<b\\>\\|x: deploy within batch 1 to 4, at temperature 0 (greedy)\n"
+                           "\n- Faster at batch 1")
     for part in ("| mean acceptance length (tokens per draft) | 2.14 | 2.00 to 2.30 | 2,538 drafts, 96 prompts |",
                  "| speedup over transformers generate, batch 1 | 1.36x | 1.29 to 1.44 | 12 prompts |",
                  "| code | 2.61 | 2.47 to 2.77 | 2.58 | 16 |", "| total.speed.speedup | 1.36 | min 1.2 | held |",

@@ -1,6 +1,7 @@
 """Measured acceptance as a plan takes it: our own report, and files that a user fills in."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import roi_world
@@ -8,6 +9,7 @@ from roi_world import MODEL, acceptance, found, planned
 
 from eval.roi_accepted import Acceptance, contexts, draft_for, read_acceptance
 from eval.roi_files import Steps
+from eval.roi_names import eagle_size
 from eval.roi_refuse import Refusal
 from recipes.errors import ConfigError
 from recipes.named_shapes import named, short_shape
@@ -101,6 +103,19 @@ def test_medusas_heads_are_priced_as_small_as_they_are(tmp_path):
     by_hand = Acceptance(kind="medusa", per_position=[0.5])
     assert draft_for(by_hand, shape, same) == same.draft() == Draft("medusa", bits=32.0, vocab=4096)
     assert draft_for(by_hand, shape, other) == Draft("medusa")
+
+
+def test_eagles_vocabulary_and_layers_are_the_reports(tmp_path):
+    """Whether the steps name sizes or not; a file that says nothing takes those of the steps, else 32,000 and one."""
+    own = {"kind": "eagle3", "draft_vocab_size": 8192, "options": {"num_layers": 2}}
+    accepted = read(tmp_path, report(drafter=own))
+    shape = short_shape(named(MODEL), MODEL)
+    size = eagle_size(shape, draft_vocab=4096)
+    bare, timed = Steps(target={"model": MODEL}), Steps(drafter={"kind": "eagle3", "size": asdict(size)})
+    for made in (bare, timed):
+        assert draft_for(accepted, shape, made) == Draft("eagle3", eagle_size(shape, draft_vocab=8192, layers=2))
+    silent = Acceptance(per_position=[0.5])
+    assert draft_for(silent, shape, bare).size == eagle_size(shape) and draft_for(silent, shape, timed).size == size
 
 
 def test_untemplated_prompts_are_refused(tmp_path):

@@ -1,25 +1,29 @@
 """What a plan keeps to: the batches that were measured, steps of its own drafter, whole costs, figures that can be."""
 
 import json
+import re
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import roi_world
 import yaml
-from roi_world import GRID, MODEL, found, method, planned, planner, steps
+from roi_world import GRID, MODEL, RATES, found, method, planned, planner, steps
 from tiny import call
 
 from eval import roi, roi_page, roi_plan, roi_worth
+from eval.roi_accepted import Acceptance
 from eval.roi_calibrate import Fit
-from eval.roi_files import bits_in, gpu_of, read_calibration, read_steps
+from eval.roi_files import Steps, bits_in, calibrate, gpu_of, read_calibration, read_steps
 from eval.roi_fleet import Workload, fleet, one
-from eval.roi_plan import PLAIN
+from eval.roi_plan import PLAIN, Method, Planner
 from eval.roi_refuse import Refusal
 from eval.roi_serving import serving
 from eval.roi_worth import worth
 from recipes.errors import ConfigError
-from recipes.loader import load_recipe
+from recipes.loader import load_recipe, parse_into
+from recipes.schema import Roi
 from recipes.speculation import prompt_seconds
 
 calibrated, world = roi_world.calibrated, roi_world.world
@@ -54,6 +58,8 @@ def test_notes_say_what_the_steps_are_of():
     told = worth(made, [], "another", None)["notes"]
     assert any("the steps are of llama-3.1-8b: an engine's constants carry over" in n for n in told)
     assert any("mean context of 1,300 tokens is far from the 640 to 640 of the steps" in n for n in told)
+    spelt = worth(made, [], "meta-llama/Llama-3.1-8B-Instruct", None)["notes"]
+    assert not any("carry over" in n for n in spelt), "a tuning has the same sizes, so the same steps"
     near = worth(planner(input_tokens=1100.0, output_tokens=200.0), [], MODEL, None)["notes"]
     assert not any("carry over" in n or "far from" in n for n in near)
 
@@ -102,7 +108,7 @@ def test_days_to_pay_back_need_both_prices_or_none():
     for name, prices in (("both", (2.0, 4.0)), ("none", (0.0, 0.0)), ("training", (0.0, 4.0))):
         made = planner(demand_tok_s=30000.0, slo_ms=30.0, price_per_gpu_hour=prices[0],
                        training_price_per_gpu_hour=prices[1])
-        plan = worth(made, [method(made)], MODEL, 48.0)
+        plan = worth(made, [method(made)], MODEL, {"ours": (48.0, "as given")})
         days[name] = plan["money"]["ours"]["payback_days"] * 24 * plan["money"]["ours"]["gpus_saved"]
         assert any("counted in GPU hours" in n for n in plan["notes"]) == (name == "training")
     assert days == pytest.approx({"both": 96, "none": 48, "training": 48})
@@ -135,6 +141,20 @@ def test_plain_keeps_its_figures_where_no_drafter_keeps_the_slo():
     (row,) = roi_page.table_rows(plan)
     assert row["full_load"] == pytest.approx(2.0 / (plan["best"]["none"]["tok_s"] * 0.0036))
     assert row["demand"]["gpus"] == -(-1e4 // (0.7 * plan["best"]["none"]["tok_s"]))
+
+
+def test_the_worked_example_of_the_docs():
+    """Its steps, its recipe and its acceptance give the rows of its table."""
+    text = (Path(__file__).parents[1] / "docs" / "roi.md").read_text()
+    made = parse_into(Steps, json.loads(re.search(r"```json\n(.*?)```", text, re.S)[1]), "docs")
+    section = Roi(model="llama-3-70b", tensor_parallel=4, slo_ms=25.0, price_per_gpu_hour=3.0, demand_tok_s=2e4)
+    plan = Planner(section, calibrate(made), made.place(), 141e9)
+    ours = Method("EAGLE-3", made.draft(), Acceptance(per_position=RATES))
+    for way, said in ((PLAIN, "no drafter | {batch} | |"), (ours, "EAGLE-3 | {batch} | {K} | {kept:.2f}")):
+        best = plan.best(plan.points(way))
+        row = (f"| {said.format(**asdict(best))} | {best.tok_s:,.0f} | {best.ms:.1f} | {best.memory / 1e9:.1f} | "
+               f"{plan.dollars_at_full_load(best):.3f} | {plan.gpus(best, 2e4)} |")
+        assert row in text
 
 
 def load(**changes) -> Workload:

@@ -40,7 +40,7 @@ def test_plan_and_its_page(world, capsys):
     assert money["payback_days"] == pytest.approx(48 / (24 * money["gpus_saved"]))
     assert money["saved_in_days"]["dollars"] == 24 * 30 * 2.0 * money["gpus_saved"]
     assert ours["ms_p99"] is None and any("no p99" in n for n in plan["notes"])
-    assert "90 % interval" in out and "GPUs without it" in out and "paid back in" in out
+    assert "90 % interval" in out and "GPUs without a drafter" in out and "paid back in" in out
     page = (world / "runs" / "w" / "roi" / "roi.html").read_text()
     assert page.count("<svg") == 5 and "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
 

@@ -104,18 +104,15 @@ def test_points_of_more_targets():
 
 
 def test_the_prior_of_the_bandwidth_is_from_other_figures():
-    """Bytes of a pass at batch 1 over its time without 15 us a layer (on two GPUs two sums of 10 us more) and over the
-    peak, as published by gpt-fast and cloudai.pt; no figure of a fixture is among them."""
+    """Bytes of a pass at batch 1 over its time without 15 us a layer and the peak, 16-bit weights on one GPU, as the
+    READMEs of gpt-fast (258ae2e) and torchao (03d01ad) publish them; no figure of a fixture is among them."""
     shares = []
-    for layers, weights, bits, gpus, tok_s, peak in (
-            (32, 6.607e9, 16, 1, 104.9, 2.039e12), (80, 68.71e9, 8, 1, 19.13, 2.039e12),
-            (80, 68.71e9, 16, 2, 21.32, 2.039e12), (32, 6.607e9, 16, 1, 76.33, 1.638e12),
-            (32, 7.505e9, 16, 1, 1 / 5.1e-3, 3.35e12)):
-        seconds = 1 / tok_s - layers * (15e-6 + (20e-6 if gpus > 1 else 0))
-        shares.append(weights * bits / 8 / gpus / seconds / peak)
+    for weights, tok_s, peak in ((6.607e9, 104.9, 2.039e12), (7.505e9, 93.89, 2.039e12), (6.607e9, 76.33, 1.638e12),
+                                 (6.607e9, 107.38, 2.039e12), (7.505e9, 95.64, 2.039e12)):  # 7B, 8B, half an MI250X
+        shares.append(2 * weights / (1 / tok_s - 32 * 15e-6) / peak)
     mean = 1.0
     for share in shares:
         mean *= share ** (1 / len(shares))
-    assert mean == pytest.approx(0.741, abs=0.003) and Constants().moved == pytest.approx(mean, rel=0.02)
+    assert mean == pytest.approx(0.709, abs=0.001) and Constants().moved == pytest.approx(mean, rel=0.02)
     why = roi_calibrate.PRIORS["engine"].why
     assert "74 %" not in why and "TensorRT" not in why

@@ -18,7 +18,7 @@ STEP = 0.02
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Streams `tokens` a piece every STEP seconds, then the usage."""
+    """Streams one token, the prompt's, then `kept` a piece, one every STEP seconds, then the usage."""
 
     kept, key, version = 1, "", ""
 
@@ -39,10 +39,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         pieces = body["max_tokens"] // self.kept
-        for _ in range(pieces):
+        for size in (sizes := [1, *[self.kept] * (pieces - 1)]):
             time.sleep(STEP)
-            self.event({"choices": [{"delta": {"content": "x" * self.kept}}]})
-        self.event({"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": pieces * self.kept}})
+            self.event({"choices": [{"delta": {"content": "x" * size}}]})
+        self.event({"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": sum(sizes)}})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def event(self, value: dict) -> None:
@@ -78,8 +78,19 @@ def test_plain_and_speculative_steps_go_into_one_file(server):
     assert call(roi.COMMAND, recipe, "measure", "--draft_length", "4") == 0
     steps = read_steps(recipe.parent / "runs" / "w" / "roi" / "steps.json")
     assert [(p.rows, p.K, p.kept) for p in steps.points] == [(1, 0, 1), (3, 0, 1), (1, 4, 3), (3, 4, 3)]
-    assert all(p.ms > 0 and p.context == 52 for p in steps.points)  # what a step is: test_step_by_hand
+    assert all(p.ms > 0 for p in steps.points)  # what a step is: test_step_by_hand
+    assert [p.context for p in steps.points] == [52, 52, 51, 51] and steps.acceptance == "measured"
     assert steps.engine == {"name": "vllm", "model": "m"} and steps.hardware == {"name": "h100-sxm"}
+
+
+def test_synthetic_acceptance_is_said(server):
+    """One call against a server that accepts by lot marks the file, whichever call comes last."""
+    recipe, own = server
+    own.kept = 3
+    assert call(roi.COMMAND, recipe, "measure", "--draft_length", "4", "--synthetic", "true") == 0
+    own.kept = 1
+    assert call(roi.COMMAND, recipe, "measure") == 0
+    assert read_steps(recipe.parent / "runs" / "w" / "roi" / "steps.json").acceptance == "synthetic"
 
 
 def test_a_server_that_groups_steps_is_refused(server, capsys):
@@ -150,10 +161,11 @@ def test_a_target_that_no_table_names(server, tmp_path):
 
 
 def test_step_by_hand():
-    """Only gaps while all are running count: from the last beginning to the first end."""
-    slow = Stream(0.0, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0], prompt_tokens=10, tokens=16)
+    """Only gaps while all are running count: from the last beginning to the first end. The first piece is the prompt's
+    token: 15 tokens in 8 pieces are 2 a step."""
+    slow = Stream(0.0, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0], prompt_tokens=10, tokens=15)
     early = Stream(0.0, [0.5 + i for i in range(7)], prompt_tokens=30, tokens=7)
     seconds, kept, context = step_of([slow, early])
-    assert seconds == 1.0 and kept == (2 + 1) / 2 and context == (10 + 8 + 30 + 3.5) / 2
+    assert seconds == 1.0 and kept == (2 + 1) / 2 and context == (10 + 7.5 + 30 + 3.5) / 2
     with pytest.raises(RunError, match="did not run together"):
         step_of([Stream(0.0, [0.0, 1.0], tokens=2), Stream(0.0, [5.0, 6.0], tokens=2)])

@@ -7,6 +7,7 @@ from test_tree_decode import STATIC, eagle3
 from tiny import LAYERS, V, load_target, plain_model, write_target
 
 from data.sampling import Sampling
+from drafters.registry import entry, options_of
 from drafters.tree import DynamicTree
 from eval.decode import Decoder
 from eval.metrics import Acceptance
@@ -37,6 +38,22 @@ def test_replaced_rows_decode_as_alone(world, slots, layers, plan):
     assert [(o.tokens, o.finish, o.drafts) for o in together] == [(o.tokens, o.finish, o.drafts) for o in alone]
     assert [o.tokens for o in decoder.plain(prompts)] == [o.tokens for o in alone]
     assert len({len(o.tokens) for o in alone}) > 2  # rows left at different times
+
+
+@pytest.mark.parametrize("kind, plan", [("eagle3", 3), ("eagle3", STATIC), ("layer_cut", DynamicTree(3, 3, 8)),
+                                        ("lookup", 3)])
+def test_a_row_that_ends_with_its_first_token_is_replaced(world, kind, plan):
+    """Cases 22, 66: before anything was drafted another row joins; texts and drafts are those of each prompt alone."""
+    target, _ = world
+    prompts = prompts_of(6)
+    first = [o.tokens[0] for o in Decoder(target, 1, end_ids=[]).plain(prompts)]
+    other = next(i for i, token in enumerate(first) if token != first[0])
+    prompts[1], prompts[other], ends = prompts[other], prompts[1], [first[other], 40, 41, 42]
+    drafter = eagle3(target) if kind == "eagle3" else entry(kind).code.build(options_of(kind, {}), target, {}, 0)
+    together = Decoder(target, LIMIT, end_ids=ends, slots=2).speculative(prompts, drafter, plan)
+    alone = [Decoder(target, LIMIT, end_ids=ends).speculative([p], drafter, plan)[0] for p in prompts]
+    assert together[1].tokens == [first[other]] and not together[1].passes
+    assert [(o.tokens, o.finish, o.drafts) for o in together] == [(o.tokens, o.finish, o.drafts) for o in alone]
 
 
 def test_rows_are_never_more_than_slots(world, monkeypatch):

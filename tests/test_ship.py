@@ -1,5 +1,6 @@
 """`make export` and `make eval --drafter.path`: one checkpoint in every layout, proven, and read back as a drafter."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -120,6 +121,21 @@ def test_layers_that_the_target_has_not(base, shipped, tmp_path):
     with pytest.raises(ConfigError, match=r"config.json: eagle_aux_.* = \[1, 2, 99\], but target.model .* 6 layers"):
         imported.chosen(Drafter(path=str(tmp_path)), base.run, base.target)
     assert base.target.layers == LAYERS
+
+
+def test_a_published_drafter_is_converted_by_one_stage(base, shipped, tmp_path, monkeypatch):
+    """Two stages that begin at once both want the checkpoint that is made of it."""
+    real, made = imported.convert, []
+
+    def convert(*args):
+        with open(tmp_path / "imported" / ".lock", "wb") as f, pytest.raises(BlockingIOError):
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        made.append(real(*args))
+
+    monkeypatch.setattr(imported, "convert", convert)
+    section = Drafter(path=str(shipped / "native"))
+    assert imported.chosen(section, tmp_path, base.target) == imported.chosen(section, tmp_path, base.target)
+    assert len(made) == 1
 
 
 def test_a_gate_that_compares_nothing(base, capsys):

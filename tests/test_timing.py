@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from eval import breakdown, timing
 from eval import clock as eval_clock
-from eval.decode import Output
+from eval.decode import Decoder, Output
 from eval.timing import (
     Timing,
     by_batch,
@@ -135,8 +135,9 @@ def test_transformers_gives_the_plain_text_whatever_the_model_was_published_with
     target.model.generation_config = settings
     try:
         timings = interleaved(target, drafter, [[57]], 3, 12, lambda: None)
-        with timing.as_loaded(target):
-            assert generate(target, [20, 21, 22, 20], 3).tokens == [21, 22, 23]
+        decoder = Decoder(target, 3)
+        with timing.as_loaded(decoder, [20, 21, 22, 20]):
+            assert generate(decoder, [20, 21, 22, 20]).tokens == [21, 22, 23]
         assert target.model.generation_config is settings
     finally:
         target.model.generation_config = published
@@ -146,8 +147,9 @@ def test_transformers_gives_the_plain_text_whatever_the_model_was_published_with
 def test_a_target_without_end_tokens_is_timed(counting, monkeypatch):
     target, _ = counting
     monkeypatch.setattr(type(target), "end_ids", property(lambda self: []))
-    with timing.as_loaded(target):
-        assert generate(target, [57], 12).tokens == [58, 59, 60, 61, 62, 63, *range(6)]
+    decoder = Decoder(target, 12)
+    with timing.as_loaded(decoder, [57]):
+        assert generate(decoder, [57]).tokens == [58, 59, 60, 61, 62, 63, *range(6)]
 
 
 def test_nothing_but_the_answer_is_in_its_seconds(counting, monkeypatch):

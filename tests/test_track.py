@@ -28,4 +28,4 @@ def test_wandb_offline_writes_into_the_run(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     log_figures(Recipe(eval=Eval(tracker="wandb")), sample_report(), tmp_path)
     stored, = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"total.acceptance.mean_length" in stored.read_bytes()
+    assert b"total.acceptance.mean_length" in stored.read_bytes() and b"temperature 0 (greedy)" in stored.read_bytes()

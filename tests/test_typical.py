@@ -12,7 +12,7 @@ from tiny_medusa import medusa_run
 
 from data.sampling import Sampling
 from drafters.tree import Draft, Topology
-from eval import breakdown, live_report, roi_accepted, serve_check, ship
+from eval import breakdown, live_found, roi_accepted, serve_check, ship
 from eval import run as eval_run
 from eval.decode import Decoder
 from eval.publish import gate
@@ -105,7 +105,7 @@ def test_the_report_says_that_it_is_lossy(base, capsys, monkeypatch):
     cycle, told = breakdown.cycle, []
     monkeypatch.setattr(breakdown, "cycle", lambda *args, **how: told.append(how) or cycle(*args, **how))
     assert call(eval_run.COMMAND, base.recipe, *flags) == 0
-    assert told == [{"sampling": Sampling(2.0), "typical": Typical(0.09, 0.3)}]
+    assert told == [{"seed": 0, "sampling": Sampling(2.0), "stop": (), "typical": Typical(0.09, 0.3)}]
     assert capsys.readouterr().out.startswith("LOSSY")
     folder = base.run / "eval"
     report = json.loads((folder / "report.json").read_text())
@@ -126,8 +126,8 @@ def test_the_report_says_that_it_is_lossy(base, capsys, monkeypatch):
     assert "of typical acceptance" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="report.json: of typical acceptance"):
         roi_accepted.read_acceptance(folder / "report.json", "")
-    sent = {key: report["settings"][key] for key in ("prompts_sha256", "max_tokens")}
-    assert live_report.offline_block(folder / "report.json", sent, {"per_position": [0.1, 0.1, 0.1]}) is None
+    sent = {key: report["settings"][key] for key in ("prompts_sha256", "max_tokens", "temperature")}
+    assert live_found.offline_block(folder / "report.json", sent, {"per_position": [0.1, 0.1, 0.1]}) is None
     report["total"]["lossless"]["greedy"]["mismatches"] = 1
     assert "1 of 4 greedy answers differ" in decide(report["total"], report["sets"], lossy=True)["reasons"][1]
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import call, chat_tokenizer, conversations, llama, load_target
+from test_parallel_train import repeating_run
+from tiny import call, chat_tokenizer, conversations, llama, load_target, write_prompts, write_recipe
 from tiny_medusa import medusa_run
-from tiny_run import tiny_run
+from tiny_run import EVAL, cycling_target, tiny_run
 
 from data.backends.base import Losses
 from data.backends.server import ServerBackend
@@ -20,6 +21,9 @@ from data.compare import NOISE, compare
 from data.generate import Generator, Request
 from data.sampling import Sampling
 from data.states import open_states
+from drafters.export.serving import speculation
+from drafters.lookup import Options, Text
+from drafters.registry import entry
 from eval import doctor, serve_check, ship
 from eval import run as eval_run
 from eval.engine_run import Job, server
@@ -147,7 +151,7 @@ def test_vllm_serves_the_export(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("projection", ["own", "shared"])
 def test_vllm_serves_medusa_heads(tmp_path, monkeypatch, capsys, projection):
     """Cases 12, 13, 56, 59: the heads with a draft vocabulary, served by vLLM's own method: its greedy ids, the
-    report's acceptance to the count; a token_map that names other tokens is noticed."""
+    report's acceptance to the count; heads that name other tokens are noticed."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     made = medusa_run(tmp_path, {"projection": projection})
     assert call(ship.COMMAND, made.recipe) == 0 == call(eval_run.COMMAND, made.recipe)
@@ -160,11 +164,33 @@ def test_vllm_serves_medusa_heads(tmp_path, monkeypatch, capsys, projection):
     if projection == "own":
         path = made.run / "export" / "medusa" / "model.safetensors"
         tensors = load_file(path)
-        save_file(tensors | {"token_map": tensors["token_map"].roll(1)}, path)
+        save_file({name: t.roll(1, 0) if name.startswith("lm_heads.") else t for name, t in tensors.items()}, path)
         proof = made.run / "export" / "medusa-check.json"
         proof.write_text(json.dumps(json.loads(proof.read_text()) | {"files": ship.digests(path.parent)}))
         assert call(serve_check.COMMAND, made.recipe, "--python", str(PYTHON), "--http", "false") == 1
         assert "the engine accepts [0.0, 0.0, 0.0] by position" in capsys.readouterr().err
+
+
+def test_vllm_serves_a_parallel_drafter(tmp_path, monkeypatch, capsys):
+    """Cases 12, 13, 47, 59: all tokens in one pass, in both layouts: vLLM's greedy ids, the report's acceptance to the
+    count; another head is noticed."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    recipe, formats = repeating_run(tmp_path), ["--export.formats", "[native, speculators]"]
+    run = tmp_path / "runs" / "tiny"
+    assert call(ship.COMMAND, recipe, *formats) == 0 == call(eval_run.COMMAND, recipe)
+    assert call(serve_check.COMMAND, recipe, *formats, "--python", str(PYTHON)) == 0, capsys.readouterr().err
+    found = json.loads((run / "serve" / "report.json").read_text())
+    assert found["greedy_equal"] and len(found["checks"]) == 4
+    for row in found["checks"]:
+        assert row["per_position"] == found["per_position_report"] and row["per_position"][2] > 0.3
+    path = run / "export" / "native" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}, path)
+    proof = run / "export" / "native-check.json"
+    proof.write_text(json.dumps(json.loads(proof.read_text()) | {"files": ship.digests(path.parent)}))
+    assert call(serve_check.COMMAND, recipe, "--export.formats", "[native]", "--python", str(PYTHON), "--http",
+                "false") == 1
+    assert "the engine accepts [" in capsys.readouterr().err
 
 
 def test_vllm_under_load(tmp_path, monkeypatch, capsys):
@@ -176,7 +202,7 @@ def test_vllm_under_load(tmp_path, monkeypatch, capsys):
     offline = json.loads((made.run / "eval" / "report.json").read_text())
 
     def job(drafter: Path | None) -> Job:
-        return Job(str(made.model), drafter and str(drafter), 3, [], 8, [2], "float32",
+        return Job(str(made.model), drafter and speculation(str(drafter), 3), 3, [], 8, [2], "float32",
                    {"enforce_eager": True, "max_model_len": 128})
 
     with (server(str(PYTHON), job(made.run / "export" / "native"), 1, tmp_path / "with.log") as fast,
@@ -195,3 +221,69 @@ def test_vllm_under_load(tmp_path, monkeypatch, capsys):
     for level in found["levels"].values():
         assert level["foreign"] == [] and level["speedup"] > 0 and level["speculative"]["lost"] == 0
         assert level["acceptance"]["mean_length"] == total["acceptance"]["mean_length"]
+
+
+LOOKING = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as propose
+cases = json.loads(Path(sys.argv[1]).read_text())
+found = [propose(np.array(tokens, dtype=np.int32), low, high, 4096, K).tolist() for tokens, low, high, K in cases]
+Path(sys.argv[2]).write_text(json.dumps(found))
+"""
+
+
+def test_vllm_looks_up_what_the_loop_does(tmp_path):
+    """Case 12: its own ngram proposer continues what `match: first` continues, on texts that repeat themselves."""
+    g, cases, ours = torch.Generator().manual_seed(5), [], []
+    for _ in range(400):
+        length, low, more, K = (int(torch.randint(1, most, (1,), generator=g)) for most in (40, 4, 4, 6))
+        tokens = torch.randint(0, 4, (length,), generator=g).tolist()
+        text = Text(Options(longest=low + more, shortest=low, match="first"), tokens[0])
+        text.add(tokens[1:])
+        cases.append([tokens, low, low + more, K])
+        ours.append(text.continuation(K))
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    subprocess.run([PYTHON, "-c", LOOKING, tmp_path / "cases.json", tmp_path / "found.json"], env=os.environ | SETTINGS,
+                   check=True)
+    assert json.loads((tmp_path / "found.json").read_text()) == ours and sum(map(bool, ours)) > 100
+
+
+@pytest.mark.parametrize("kind, options", [("lookup", {"match": "first", "shortest": 1, "longest": 3}),
+                                           ("layer_cut", {"layers": 5})])
+def test_vllm_serves_what_needs_no_training(tmp_path, monkeypatch, capsys, kind, options):
+    """Cases 12, 13, 59: lookup by its ngram method, a cut of the target by its draft_model: vLLM's greedy ids, the
+    report's drafts and acceptance to the count; another window, or model, is noticed."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = tmp_path / "model"
+    if kind == "lookup":
+        cycling_target(model)
+    else:
+        llama(hidden=256).save_pretrained(model)
+        chat_tokenizer().save_pretrained(model)
+    texts = write_prompts(tmp_path / "eval.jsonl", [f"{word} and {word}" for word in ("abc", "tea", "42", "no")])
+    recipe = write_recipe(tmp_path / "r.yaml", model, drafter={"kind": kind, "options": options},
+                          eval={**EVAL, "prompts": str(texts), "max_tokens": 24})
+    assert call(eval_run.COMMAND, recipe) == 0
+    assert call(serve_check.COMMAND, recipe, "--python", str(PYTHON)) == 0, capsys.readouterr().err
+    found = json.loads((tmp_path / "runs" / "tiny" / "serve" / "report.json").read_text())
+    assert found["greedy_equal"] and len(found["checks"]) == 2
+    for row in found["checks"]:
+        assert row["per_position"] == found["per_position_report"] and row["per_position"][0] > 0
+        assert row["drafts"] == row["drafts_report"]
+
+    right = entry(kind).code.speculation
+
+    def otherwise(drafter, K, folder):
+        told = right(drafter, K, folder)
+        if kind == "lookup":
+            return told | {"prompt_lookup_min": 4, "prompt_lookup_max": 4}
+        tensors = load_file(folder / "model.safetensors")
+        save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}, folder / "model.safetensors",
+                  {"format": "pt"})
+        return told
+
+    monkeypatch.setattr(entry(kind).code, "speculation", otherwise)
+    assert call(serve_check.COMMAND, recipe, "--python", str(PYTHON), "--http", "false") == 1
+    assert "the engine " in capsys.readouterr().err

@@ -78,3 +78,25 @@ def write_native(folder: Path, config: dict, tensors: dict) -> Path:
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+MASK = 5  # token of a parallel drafter's masks
+
+
+def parallel_meta(**options) -> dict:
+    """The same of a parallel drafter, whose masks are token 5."""
+    meta = make_meta(mask_token=MASK, **options)
+    del meta["options"]["feedback"]
+    return meta | {"kind": "parallel"}
+
+
+def parallel_state(meta: dict) -> dict[str, torch.Tensor]:
+    """Random tensors, with the mask's state [1, 1, 3H] and embedding [H], and as many layers as the meta says."""
+    layers = meta["options"]["num_layers"]
+    state = make_state(meta | {"options": meta["options"] | {"num_layers": min(layers, 2)}})
+    g = torch.Generator().manual_seed(4)
+    further = [name for name in state if name.startswith("layers.1.")]
+    for i in range(2, layers):
+        state |= {name.replace("layers.1.", f"layers.{i}."): torch.randn(state[name].shape, generator=g)
+                  for name in further}
+    return state | {"mask_hidden": torch.randn(1, 1, 3 * H, generator=g), "mask_embedding": torch.randn(H, generator=g)}

@@ -42,6 +42,17 @@ def counting_target(folder: Path) -> Path:
     return folder
 
 
+def cycling_target(folder: Path) -> Path:
+    """The same, but that tokens go round in threes: behind 39 comes 40, then 41, then 39 again."""
+    counting_target(folder)
+    behind = [i - 2 if i % 3 == 2 else i + 1 for i in range(V - 1)] + [V - 1]
+    head = torch.zeros(V, V)
+    head[behind, range(V)] = 1.0  # row `behind` reads component i
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"lm_head.weight": head}, path, {"format": "pt"})
+    return folder
+
+
 def counted_rows(train: int, validation: int) -> list[Conversation]:
     """The target's own greedy answers to short prompts, cut by their length."""
     rows = []

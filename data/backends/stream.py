@@ -1,12 +1,13 @@
 """Streamed chat requests: what is sent to `/v1/chat/completions`, and when which piece of the answer came.
 
-Messages go through the server's own chat template. Greedy, with every sampling field off (data/backends/wire.py says
-why they are sent all the same).
+Messages go through the server's own chat template. Every sampling field is sent, off ones too (data/backends/wire.py
+says why).
 """
 
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,11 @@ from data.backends.base import Fault
 from data.backends.client import LATE, Client, message_of
 from data.backends.wire import DIALECTS, OFF
 from data.chat import Message
+from data.sampling import Sampling
 from recipes.errors import RunError
 
 PATH = "/v1/chat/completions"
+GREEDY = Sampling()
 GIVES_IDS = ("vllm", "sglang")  # kinds that return token ids and salt their prefix cache where they are asked to
 REFUSALS = (400, 413, 422)  # statuses of a request that this server takes at no attempt
 TEXTS = ("reasoning_content", "reasoning", "content")  # of a delta, in the order in which they are written
@@ -133,17 +136,28 @@ def sent(message: Message) -> Message:
     return message | {"tool_calls": calls}
 
 
+def unknown_to(kind: str, sampling: Sampling) -> list[str]:
+    """Settings that are not off and that a server of this kind has no field for."""
+    if DIALECTS[kind].top_k_off is not None:
+        return []
+    return [name for name in ("top_k", *OFF) if getattr(sampling, name) != getattr(GREEDY, name)]
+
+
 def chat_body(kind: str, model: str, messages: list[Message], tools: list | None, max_tokens: int,
-              salt: str = "") -> dict[str, Any]:
-    """A greedy streamed request. `salt`: prompts of another one are not found in the server's prefix cache, where its
-    kind knows that."""
+              salt: str = "", sampling: Sampling = GREEDY, stop: Sequence[str] = ()) -> dict[str, Any]:
+    """A streamed request. `salt`: prompts of another one are not found in the server's prefix cache, where its kind
+    knows that. stop: strings that end the answer. No seed is sent: requests in production have none."""
     body: dict[str, Any] = {"model": model, "messages": [sent(m) for m in messages], "max_tokens": max_tokens,
-                            "temperature": 0.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-                            "n": 1, "stream": True, "stream_options": {"include_usage": True}}
+                            "temperature": sampling.temperature, "top_p": sampling.top_p, "presence_penalty": 0.0,
+                            "frequency_penalty": 0.0, "n": 1, "stream": True,
+                            "stream_options": {"include_usage": True}}
     if tools:
         body["tools"] = tools
-    if DIALECTS[kind].top_k_off is not None:
-        body |= {**OFF, "top_k": DIALECTS[kind].top_k_off}
+    if stop:
+        body["stop"] = list(stop)
+    dialect = DIALECTS[kind]
+    if dialect.top_k_off is not None:
+        body |= {name: getattr(sampling, name) for name in OFF} | {"top_k": sampling.top_k or dialect.top_k_off}
     if kind in GIVES_IDS:
         body["return_token_ids"] = True
         body |= {"cache_salt": salt} if salt else {}

@@ -1,6 +1,7 @@
-"""Refuses a native EAGLE-3 folder that an engine would reject, or load with silently wrong results.
+"""Refuses a native folder of an EAGLE-3 or parallel drafter that an engine would reject, or load with silently wrong
+results.
 
-Source: formats.md section 1 (keys, names, shapes) and section 8 (load failures); cases 04, 13, 18, 47, 56. Which
+Source: formats.md sections 1 and 4 (keys, names, shapes) and section 8 (load failures); cases 04, 13, 18, 47, 56. Which
 engine reads which flag is drafters/export/engines.py; the other layout is drafters/export/check_speculators.py.
 V target vocabulary, D draft vocabulary.
 """
@@ -10,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from drafters.export.native import DTYPES, VARIANTS, canonical_rope, engine_layer_ids, legacy_rope
+from drafters.export.kinds import MASK_KEY, MASK_KEYS, PARALLEL, VARIANTS, kind_of
+from drafters.export.native import DTYPES, canonical_rope, engine_layer_ids, legacy_rope
 from drafters.export.tensor_check import expected_tensors, is_size, tensor_violations
-from drafters.layers import MOST_LAYERS
 from recipes.errors import ConfigError, RunError
 
 MOST_JSON = 4_000_000  # bytes of a config.json, whose key lists are kilobytes
@@ -31,7 +32,6 @@ UNSUPPORTED = {
     "norm_before_fc": "has no tensors in this layout", "quantization_config": "the tensors are not quantised",
     "auto_map": "names code that a reader would run",
 }
-OWNED = {"embed_tokens": "target", "lm_head": "drafter"}
 ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
@@ -124,12 +124,28 @@ def config_violations(config: dict[str, Any]) -> Iterator[str]:
     yield from head_violations(config)
     yield from layer_violations(config)
     yield from rope_violations(config)
+    yield from mask_violations(config)
+
+
+def mask_violations(config: dict[str, Any]) -> Iterator[str]:
+    """What vLLM reads of a parallel drafter (formats.md section 4); several keys can name the token there."""
+    if not kind_of(config).own_row:
+        return
+    if config.get(PARALLEL) is not True:
+        yield f"config.json: {PARALLEL} = {config.get(PARALLEL, 'missing')!r}, must be true beside the masks' token"
+    token, V = config.get(MASK_KEY, "missing"), config.get("vocab_size")
+    whole = isinstance(token, int) and not isinstance(token, bool)
+    if not whole or token < 0 or (is_size(V) and token >= V):
+        yield f"config.json: {MASK_KEY} = {token!r}: must be a token of the target; vLLM embeds the masks by it"
+    for key in MASK_KEYS:
+        if config.get(key) not in (None, token):
+            yield f"config.json: {key} = {config[key]!r}, but {MASK_KEY} = {token!r}: vLLM takes one of them"
 
 
 def layers_violation(config: dict[str, Any]) -> Iterator[str]:
-    layers = config.get("num_hidden_layers", "missing")
-    if not is_size(layers) or layers > MOST_LAYERS:
-        yield f"config.json: num_hidden_layers = {layers!r}, must be 1, or up to {MOST_LAYERS} for vLLM alone"
+    layers, most = config.get("num_hidden_layers", "missing"), kind_of(config).most_layers
+    if not is_size(layers) or layers > most:
+        yield f"config.json: num_hidden_layers = {layers!r}, must be 1, or up to {most} for vLLM alone"
 
 
 def own_violations(config: dict[str, Any]) -> Iterator[str]:
@@ -141,8 +157,10 @@ def own_violations(config: dict[str, Any]) -> Iterator[str]:
         lacking = needed if not isinstance(ours, dict) else [key for key in needed if key not in ours]
         yield f"config.json: drafthouse: {', '.join(lacking)} missing; it says which target the drafter is for"
         return
-    if ours["kind"] != "eagle3" or ours["owned"] != OWNED:
-        yield f"config.json: drafthouse: kind = {ours['kind']!r}, owned = {ours['owned']!r}: must be 'eagle3', {OWNED}"
+    kind = kind_of(config)
+    if ours["kind"] != kind.name or ours["owned"] != kind.owned:
+        yield (f"config.json: drafthouse: kind = {ours['kind']!r}, owned = {ours['owned']!r}: must be {kind.name!r}, "
+               f"{kind.owned}")
     if not is_size(ours["target_layers"]):
         yield f"config.json: drafthouse: target_layers = {ours['target_layers']!r}, must be a whole number above 0"
     target = ours["target"] if isinstance(ours["target"], dict) else {}
@@ -153,6 +171,9 @@ def own_violations(config: dict[str, Any]) -> Iterator[str]:
         if bool(config.get(flag)) != (options.get(option) == on):
             yield (f"config.json: {flag} = {config.get(flag, 'missing')!r}, but the drafter was trained with "
                    f"{option} = {options.get(option)!r}")
+    if kind.own_row and options.get(kind.own_row) != config.get(MASK_KEY):
+        yield (f"config.json: {MASK_KEY} = {config.get(MASK_KEY, 'missing')!r}, but the drafter was trained with "
+               f"{kind.own_row} = {options.get(kind.own_row)!r}")
 
 
 def head_violations(config: dict[str, Any]) -> Iterator[str]:

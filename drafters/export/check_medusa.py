@@ -1,8 +1,8 @@
 """Refuses a folder of Medusa heads that an engine would reject, or load with silently wrong results.
 
-By its sources (0.32; not run with Medusa heads yet) vLLM skips unknown tensors, leaves a missing projection as it was
-allocated, and takes the number of heads from any key whose name looks like it. Source: formats.md sections 3 and 8;
-cases 13, 18, 46, 47, 56. H hidden size, V target vocabulary, D draft vocabulary, K heads, n blocks a head.
+vLLM (0.32) skips unknown tensors, leaves a missing projection as it was allocated, loads none of fewer rows than the
+vocabulary has, and takes the number of heads from any key whose name looks like it. Source: formats.md sections 3 and
+8; cases 13, 18, 46, 47, 56. H hidden size, V target vocabulary, D draft vocabulary, K heads, n blocks a head.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafters.export.check import UNSUPPORTED, read_config, stray_files
-from drafters.export.medusa import ORIGINAL, SIZES, STRUCTURE, VLLM, WEIGHTS, block_names
+from drafters.export.medusa import ORIGINAL, SIZES, STRUCTURE, VLLM, WEIGHTS, block_names, whole
 from drafters.export.native import DTYPES
 from drafters.export.tensor_check import is_size
 from drafters.medusa import MOST_BLOCKS, MOST_HEADS
@@ -28,19 +28,19 @@ FIXED = {
 }
 COUNTS = {VLLM: ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads", "num_hidden_layers"),
           ORIGINAL: ("medusa_num_heads", "medusa_num_layers")}
-KEYS = {"draft_vocab_size": "truncated_vocab_size"}  # sizes that vLLM's config.json has under another name
 FORBIDDEN = {"token_map": "there is no draft vocabulary in this config", "lm_head.weight": "vLLM skips this name",
              "d2t": "the map of this layout is token_map, which holds ids", "t2d": "vLLM skips this name"}
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
     """What the engines' table and provenance.json are compared with: precision, structure and sizes. Sizes that a
-    layout has no key for are those of the section that ties the export to its checkpoint."""
+    layout has no key for, the draft vocabulary's in both, are those of the section that ties the export to its
+    checkpoint."""
     section = config.get("drafthouse")
     shape = section.get("shape") if isinstance(section, dict) else None
     shape = shape if isinstance(shape, dict) else {}
     known = {"torch_dtype": config.get("torch_dtype")}
-    known |= {key: config.get(KEYS.get(key, key), shape.get(key)) for key in SIZES}
+    known |= {key: config.get(key, shape.get(key)) for key in SIZES}
     for option, keys in (("heads", ("num_heads", "medusa_num_heads")),
                          ("num_layers", ("num_hidden_layers", "medusa_num_layers"))):
         known[option] = next((config[key] for key in keys if key in config), None)
@@ -90,9 +90,8 @@ def shared_violations(config: dict[str, Any], layout: str) -> Iterator[str]:
                    f"{section['options'].get(option)!r}")
     if section["options"].get("projection") not in ("own", "shared"):
         yield f"config.json: drafthouse: projection = {section['options'].get('projection')!r}: own or shared"
-    shape = section["shape"]
-    for key, said in (("hidden_size", config.get("hidden_size")), ("vocab_size", config.get("vocab_size")),
-                      ("draft_vocab_size", config.get("truncated_vocab_size")), ("target_layers", None)):
+    shape, keys = section["shape"], flat(config)
+    for key, said in (*((key, keys[key]) for key in SIZES[:3]), ("target_layers", None)):
         if not is_size(shape.get(key)) or (layout == VLLM and said is not None and said != shape[key]):
             yield f"config.json: drafthouse: shape.{key} = {shape.get(key, 'missing')!r}, the config says {said!r}"
 
@@ -108,9 +107,12 @@ def vllm_violations(config: dict[str, Any]) -> Iterator[str]:
             yield f"config.json: {key}: vLLM takes it for the number of heads or layers; remove it"
     if config.get("logit_scale", 1.0) != 1.0:
         yield f"config.json: logit_scale = {config['logit_scale']!r}: the drafter was trained without"
-    V, D = config.get("vocab_size"), config.get("truncated_vocab_size")
+    V, D, rows = config.get("vocab_size"), flat(config)["draft_vocab_size"], config.get("truncated_vocab_size")
     if is_size(V) and is_size(D) and D > V:
-        yield f"config.json: truncated_vocab_size = {D} is above vocab_size = {V}; are they exchanged?"
+        yield f"config.json: a draft vocabulary of {D} is above vocab_size = {V}; are they exchanged?"
+    if rows != V:
+        yield (f"config.json: truncated_vocab_size = {rows!r}, must be vocab_size = {V!r}: vLLM does not start with "
+               "projections of fewer rows")
 
 
 def original_violations(config: dict[str, Any]) -> Iterator[str]:
@@ -124,33 +126,35 @@ def original_violations(config: dict[str, Any]) -> Iterator[str]:
 def expected(config: dict[str, Any], layout: str) -> dict[str, list[int]] | None:
     """Names and shapes of all tensors; None where the config does not say them."""
     keys = flat(config)
-    if layout == VLLM:
-        sizes = [config.get(key) for key in ("hidden_size", "vocab_size", "truncated_vocab_size")]
-    else:
-        sizes = [keys[key] for key in ("hidden_size", "vocab_size", "vocab_size")]
-    (H, V, D), K, n = sizes, keys["heads"], keys["num_layers"]
+    H, V = ((config.get if layout == VLLM else keys.get)(key) for key in ("hidden_size", "vocab_size"))
+    D, K, n = keys["draft_vocab_size"] if layout == VLLM else V, keys["heads"], keys["num_layers"]
     if not all(map(is_size, (H, V, D, K, n))) or K > MOST_HEADS or n > MOST_BLOCKS:
         return None
     blocks = {name: [H, H] if name.endswith("weight") else [H] for name in block_names(K, n)}
     if layout == ORIGINAL:
         named = {"{1}.{3}.linear.{4}".format(*name.split(".")): size for name, size in blocks.items()}
         return named | {f"{i}.{n}.weight": [V, H] for i in range(K)}
-    named = blocks | {f"lm_heads.{i}.weight": [D, H] for i in range(1 if config.get("original_lm_head") else K)}
+    named = blocks | {f"lm_heads.{i}.weight": [V, H] for i in range(1 if config.get("original_lm_head") else K)}
     return named | ({} if D == V else {"token_map": [D]})
 
 
 def tensor_violations(path: Path, config: dict[str, Any], layout: str) -> Iterator[str]:
-    """Violations of the weights against the config. Holds one tensor at a time."""
+    """Violations of the weights against the config. Holds one tensor at a time, and the map."""
     wanted = expected(config, layout)
     dtype = DTYPES.get(str(config.get("torch_dtype")))
     try:
         with safe_open(path, framework="pt") as f:
             present = set(f.keys())
+            mapped = wanted is not None and "token_map" in present & wanted.keys()
+            ids = f.get_tensor("token_map") if mapped else None
             for name in sorted(present if wanted is not None else ()):
                 if name not in wanted:
                     yield f"{name}: unknown tensor: {FORBIDDEN.get(name, 'a reader would skip it without a message')}"
-                else:
-                    yield from content_violations(name, f.get_tensor(name), wanted[name], dtype, config)
+                    continue
+                tensor = f.get_tensor(name)
+                yield from content_violations(name, tensor, wanted[name], dtype, config)
+                if ids is not None and name.startswith("lm_heads.") and list(tensor.shape) == wanted[name]:
+                    yield from filler_violations(name, tensor, ids)
     except (OSError, SafetensorError) as error:
         yield f"{path.name}: cannot be read: {error}"
         return
@@ -175,6 +179,14 @@ def content_violations(name: str, tensor: Tensor, shape: list[int], dtype: torch
         yield f"{name}: holds NaN or infinite values"
     elif not name.endswith("bias") and not bool(tensor.any()):  # blocks begin at zero
         yield f"{name}: holds nothing but zeros; this head was never trained"
+
+
+def filler_violations(name: str, table: Tensor, ids: Tensor) -> Iterator[str]:
+    """Rows [V, H] that the map does not name must be those that are never proposed: vLLM knows no map for them."""
+    V = len(table)
+    fits = ids.dtype == torch.int64 and ids.dim() == 1 and len(ids) and 0 <= int(ids.min()) and int(ids.max()) < V
+    if fits and not torch.equal(whole(table[ids], ids, V), table):
+        yield f"{name}: rows that token_map does not name could be proposed; export again"
 
 
 def map_violations(token_map: Tensor, V: int) -> Iterator[str]:

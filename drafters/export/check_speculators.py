@@ -1,6 +1,6 @@
 """Refuses a speculators folder that vLLM or the `speculators` package would reject, or load with wrong results.
 
-Source: formats.md section 2; vLLM `vllm/transformers_utils/configs/speculators/` (0.32) and the package's
+Source: formats.md sections 2 and 4; vLLM `vllm/transformers_utils/configs/speculators/` (0.32) and the package's
 `Eagle3SpeculatorConfig` (0.9.0). Cases 04, 13, 32, 47, 56.
 """
 
@@ -15,22 +15,38 @@ from drafters.export.check import (
     folder_violations,
     head_violations,
     layers_violation,
+    mask_violations,
     rope_violations,
 )
-from drafters.export.native import DTYPES, VARIANTS, engine_layer_ids
+from drafters.export.kinds import KINDS, MASK_KEY, MASK_KEYS, PARALLEL, VARIANTS, Kind
+from drafters.export.native import DTYPES, engine_layer_ids
 from drafters.export.speculators import IDS, INSIDE, renamed
 from drafters.export.tensor_check import expected_tensors, is_size
 from recipes.errors import ConfigError
 
 # Key -> the only value, and why. All must be written: vLLM and the package fill in different ones.
 OUTER = {
-    "architectures": (["Eagle3Speculator"], "the package chooses its class by this name"),
-    "speculators_model_type": ("eagle3", "vLLM chooses the method by it"),
     "tie_word_embeddings": (False, "the reduced head is no embedding"),
     "norm_before_fc": (False, "the drafter has no norm over all taps"),
-    "embed_requires_grad": (False, "the embedding is the target's"),
 }
 INNER = tuple(key for key in FIXED if key != "architectures")
+
+
+def kind_named(config: dict[str, Any]) -> Kind:
+    """The kind that the package's own keys name, any of them; EAGLE-3 where none does."""
+    parallel = KINDS["parallel"]
+    named = (config.get("speculators_model_type") == parallel.speculator, config.get(MASK_KEYS[0]) is not None,
+             config.get("architectures") == [parallel.architecture])
+    return parallel if any(named) else KINDS["eagle3"]
+
+
+def outer_of(kind: Kind) -> dict[str, tuple[Any, str]]:
+    """OUTER with what names this kind."""
+    return OUTER | {
+        "architectures": ([kind.architecture], "the package chooses its class by this name"),
+        "speculators_model_type": (kind.speculator, "vLLM chooses the method by it"),
+        "embed_requires_grad": (bool(kind.own_row), "it says whether a part of the embedding was trained"),
+    }
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +55,8 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     inner = dict(inner) if isinstance(inner, dict) else {}
     ids = config.get(IDS)
     outer = {key: config[key] for key in ("draft_vocab_size", "torch_dtype", *VARIANTS) if key in config}
+    if kind_named(config).own_row:
+        outer |= {PARALLEL: True, MASK_KEY: config.get(MASK_KEYS[0])}
     wider = config.get("target_hidden_size")
     return inner | outer | {"target_hidden_size": inner.get("hidden_size") if wider is None else wider, IDS: ids,
                             "num_aux_hidden_states": len(ids) if isinstance(ids, list) else None}
@@ -53,14 +71,12 @@ def tensors_of(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], 
     """Flat keys, names and shapes of the tensors that must be there; none may be missing."""
     keys = flat(config)
     names, _ = expected_tensors(keys)
-    if keys.get("draft_vocab_size") == keys.get("vocab_size"):
-        names = {name: shape for name, shape in names.items() if name not in ("d2t", "t2d")}
     return keys, {renamed(name): shape for name, shape in names.items()}, set()
 
 
 def config_violations(config: dict[str, Any]) -> Iterator[str]:
     """Violations that config.json shows by itself."""
-    for key, (value, why) in OUTER.items():
+    for key, (value, why) in outer_of(kind_named(config)).items():
         if key not in config or config[key] != value or type(config[key]) is not type(value):
             yield f"config.json: {key} = {config.get(key, 'missing')!r}, must be {value!r}: {why}"
     if not isinstance(config.get("speculators_version"), str) or not config["speculators_version"]:
@@ -82,7 +98,8 @@ def config_violations(config: dict[str, Any]) -> Iterator[str]:
     except ConfigError as error:
         yield f"config.json: {IDS}: {error}; without it vLLM guesses them"
     yield from inner_violations(config)
-    yield from proposal_violations(config.get("speculators_config"))
+    yield from mask_violations(flat(config))
+    yield from proposal_violations(config.get("speculators_config"), kind_named(config).speculator)
 
 
 def inner_violations(config: dict[str, Any]) -> Iterator[str]:
@@ -109,15 +126,15 @@ def inner_violations(config: dict[str, Any]) -> Iterator[str]:
     yield from rope_violations(inner)
 
 
-def proposal_violations(section: Any) -> Iterator[str]:
+def proposal_violations(section: Any, algorithm: str) -> Iterator[str]:
     """What `vllm serve PATH` takes the target and the draft length from."""
     if not isinstance(section, dict):
         yield f"config.json: speculators_config = {section!r}: must name verifier and proposal"
         return
     methods, verifier = section.get("proposal_methods"), section.get("verifier")
-    if section.get("algorithm") != "eagle3" or section.get("default_proposal_method") != "greedy":
+    if section.get("algorithm") != algorithm or section.get("default_proposal_method") != "greedy":
         yield (f"config.json: speculators_config: algorithm = {section.get('algorithm')!r}, default_proposal_method = "
-               f"{section.get('default_proposal_method')!r}: must be 'eagle3' and 'greedy'")
+               f"{section.get('default_proposal_method')!r}: must be {algorithm!r} and 'greedy'")
     greedy = methods[0] if isinstance(methods, list) and len(methods) == 1 and isinstance(methods[0], dict) else {}
     wanted = {"proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0}
     if not is_size(greedy.get("speculative_tokens")) or {k: greedy.get(k) for k in wanted} != wanted:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafters.export.native import VARIANTS
-from drafters.layers import MOST_LAYERS
+from drafters.export.kinds import VARIANTS, kind_of
+from drafters.layers import MOST_PARALLEL_LAYERS
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Engine:
     lowest_tap: int = 0  # smallest id of a state entering a layer that it can capture
     last_tap: bool = True  # whether it can capture what enters the final norm
     more_layers: str = ""  # what it does with a further layer
+    parallel: str = ""  # whether it drafts in one pass, and since when
 
 
 # What vLLM calls the method of a layout; all that is not here is EAGLE-3.
@@ -44,7 +45,7 @@ ENGINES = {
         {"fc_norm": "pull request 42764 (May 2026)",
          "norm_output": "pull request 42764, in the speculators layout 46488 (June 2026)",
          "norm_before_residual": "all versions that read the speculators layout"},
-        layers=MOST_LAYERS),
+        layers=MOST_PARALLEL_LAYERS, parallel="pull request 32887 (January 2026)"),
     "sglang": Engine(
         "SGLang", "main of May 2026, pull request 24663", ("native",),
         {"fc_norm": "pull request 24663 (May 2026)", "norm_output": "pull request 24663 (May 2026)"},
@@ -67,6 +68,8 @@ def departures(engine: str, layout: str, config: dict[str, Any], target_layers: 
         yield (f"{reader.title} does not load the {layout} layout" + (f"; export {' or '.join(others)}" if others else
                                                                       ", nor another one of such a drafter"))
         return
+    if kind_of(config).own_row and not reader.parallel:
+        yield f"{reader.title} does not draft in parallel: it would draft token by token, which was not trained"
     for flag in VARIANTS:
         if config.get(flag) and flag not in reader.flags:
             yield f"{reader.title} does not read {flag}: it would serve another drafter than was trained"
@@ -87,4 +90,6 @@ def serving(layout: str, config: dict[str, Any], target_layers: int | None) -> d
 
 def since(engine: str, config: dict[str, Any]) -> list[str]:
     """Which flags of the drafter need a recent engine: 'flag: since when'."""
-    return [f"{flag}: {when}" for flag, when in ENGINES[engine].flags.items() if config.get(flag)]
+    reader = ENGINES[engine]
+    found = [f"{flag}: {when}" for flag, when in reader.flags.items() if config.get(flag)]
+    return [*found, f"parallel drafting: {reader.parallel}"] if kind_of(config).own_row else found

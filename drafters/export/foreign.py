@@ -1,6 +1,7 @@
-"""EAGLE-3 checkpoints that other tools wrote, in this project's names: pure mappings from config and tensors.
+"""EAGLE-3 and parallel checkpoints that other tools wrote, in this project's names: pure mappings from config and
+tensors.
 
-The layouts are those of formats.md sections 1 and 2, with the spellings that are met in published folders. What
+The layouts are those of formats.md sections 1, 2 and 4, with the spellings that are met in published folders. What
 engines fill in is filled in the same way; what they read differently is left open for the recipe to say.
 H draft hidden size, Ht target hidden size, V target vocabulary, D draft vocabulary, n taps.
 """
@@ -13,14 +14,22 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from drafters.export.foreign_values import mapping, rope_of, target_of
-from drafters.export.native import VARIANTS, engine_layer_ids
+from drafters.export.kinds import (
+    KINDS,
+    MASK_EMBEDDING,
+    MASK_HIDDEN,
+    MASK_KEYS,
+    PARALLEL,
+    TABLE,
+    Kind,
+    kind_of,
+    mask_token,
+)
+from drafters.export.native import engine_layer_ids
 from drafters.export.tensor_check import expected_tensors, is_size, sizes
-from drafters.layers import MOST_LAYERS
 from recipes.errors import ConfigError
 
-# `drafter.options` that a checkpoint fixes; the others say how it is trained.
-STRUCTURE = ("draft_vocab_size", "intermediate_size", "num_layers",
-             *(option for option, _, _ in VARIANTS.values()))
+STRUCTURE = KINDS["eagle3"].structure  # `drafter.options` that an EAGLE-3 checkpoint fixes
 IDS = "eagle_aux_hidden_state_layer_ids"
 # Field of drafters.layers.Shape that a decoder config has under the same name.
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -38,7 +47,7 @@ UNKNOWN = (
     ("midlayer.0.", "it has TensorRT-LLM's numbered layers; the drafter here has vLLM's, layers.N.*"),
     ("midlayer.1.", "it has TensorRT-LLM's numbered layers; the drafter here has vLLM's, layers.N.*"),
     ("input_norm.", "it norms all taps at once (norm_before_fc), which the drafter here does not"),
-    ("mask_hidden", "it is a parallel drafter (P-EAGLE)"),
+    (MASK_HIDDEN, "it is a parallel drafter's (P-EAGLE), whose config names the token of its masks"),
     ("midlayer.self_attn.q_norm.", "its layer norms queries (Qwen3), the drafter's here is Llama's"),
     ("midlayer.self_attn.k_norm.", "its layer norms keys (Qwen3), the drafter's here is Llama's"),
     (".bias", "it has biases, the drafter here has none"),
@@ -46,11 +55,10 @@ UNKNOWN = (
 )
 # Key -> values that mean what the drafter here computes; an absent key does.
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "num_hidden_layers": tuple(range(1, MOST_LAYERS + 1)), "hidden_act": ("silu", None),
+    "hidden_act": ("silu", None),
     "attention_bias": (False, None), "mlp_bias": (False, None), "bias": (False, None),
     "qkv_bias": (False, None), "norm_before_fc": (False, None), "logit_scale": (1.0, None),
     "quantization_config": (None,), "compression_config": (None,), "partial_rotary_factor": (1.0, None),
-    "pard_token": (None,), "ptd_token_id": (None,), "mask_token_id": (None,),
 }
 PLAIN_EAGLE: dict[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,),
@@ -75,6 +83,7 @@ class Imported:
     head: str = "own"  # own, or what serves as the head: the target's `head` or its `embedding`; many: lm_heads.*
     target: dict[str, Any] = field(default_factory=dict)  # model and fingerprint, of this project's own checkpoints
     notes: list[str] = field(default_factory=list)  # what was filled in
+    own_row: int | None = None  # of the embedding, which is the drafter's; the target's where the folder has no table
     carried: Tensor | None = None  # [D, H] rows of the target's head, where the folder has them for all heads
 
 
@@ -83,18 +92,18 @@ def from_native(config: dict[str, Any], tensors: dict[str, Tensor]) -> Imported:
 
     config: content of config.json. Raises ConfigError naming the key or tensor that has no place here.
     """
-    ours, inner = mapping(config, "drafthouse"), mapping(config, "eagle_config")
-    check_plain(config, PLAIN, "")
+    ours, inner, kind = mapping(config, "drafthouse"), mapping(config, "eagle_config"), kind_of(config)
+    check_plain(config, plain_of(kind), "")
     check_plain(inner, PLAIN_EAGLE, "eagle_config.")
-    flags, unsaid = {flag: config.get(flag) for flag in VARIANTS}, {}
-    if flags["norm_output"] is not None and not ours:
+    flags, unsaid = {flag: config.get(flag) for flag in kind.variants}, {}
+    if flags.get("norm_output") is not None and not ours:
         unsaid["feedback"] = (
             f"norm_output = {config['norm_output']!r} is read in two ways: vLLM feeds back the normed state where it "
             "is true (post_norm), a drafter that SpecForge wrote has the norm before its head then and feeds back "
             "pre_norm")
     layers, where = native_layers(config, inner)
     places = {name: f"config.json: {name}" for name in (*SHAPE, "target_hidden_size")} | {"layers": where}
-    found = assemble("native", config, config, tensors, places, flags, unsaid, layers)
+    found = assemble("native", kind, config, config, tensors, places, flags, unsaid, layers)
     found.target = target_of(ours)
     found.shape["target_layers"] = ours.get("target_layers")
     places["target_layers"] = "config.json: drafthouse.target_layers"
@@ -122,35 +131,58 @@ def native_layers(config: dict[str, Any], inner: dict[str, Any]) -> tuple[list[i
     return entering, name
 
 
-def assemble(layout: str, decoder: dict[str, Any], outer: dict[str, Any], tensors: dict[str, Tensor],
+def assemble(layout: str, kind: Kind, decoder: dict[str, Any], outer: dict[str, Any], tensors: dict[str, Tensor],
              places: dict[str, str], flags: dict[str, Any], unsaid: dict[str, str],
              layers: list[int] | None) -> Imported:
     """The import from what both layouts have.
 
     decoder: keys of a Llama config; outer: the level that has draft_vocab_size and target_hidden_size. flags: value of
-    each of VARIANTS, None where absent. unsaid: options that these do not decide.
+    each of the kind's variants, None where absent. unsaid: options that these do not decide.
     """
     notes: list[str] = []
     shape = shape_of(decoder, outer, places, notes)
     named = native_names(tensors)
-    embedding, ids = named.pop("embed_tokens.weight", None), draft_ids(named, shape)
+    embedding, ids = named.pop(TABLE, None), draft_ids(named, shape)
     wrong = [f"{flag} = {value!r}" for flag, value in flags.items() if not isinstance(value, bool | None)]
     if wrong:
         raise ConfigError(f"config.json: {wrong[0]}: must be true or false")
-    options = {option: on if flags[flag] else off for flag, (option, on, off) in VARIANTS.items()
+    options = {option: on if flags[flag] else off for flag, (option, on, off) in kind.variants.items()
                if option not in unsaid}
     options |= {"draft_vocab_size": shape["draft_vocab_size"], "intermediate_size": shape["intermediate_size"],
                 "num_layers": decoder.get("num_hidden_layers") or 1}
     head = "own" if "lm_head.weight" in named else shared_head(shape, bool(decoder.get("tie_word_embeddings")))
-    check_tensors(named, embedding, shape, bool(flags["fc_norm"]), head, layers, options["num_layers"])
-    return Imported(layout, "eagle3", options, unsaid, shape, layers, ids, named, places, embedding, head, notes=notes)
+    row = None
+    if kind.own_row:
+        row = options[kind.own_row] = own_row_of(outer, shape, named)
+    check_tensors(named, embedding, shape, bool(flags["fc_norm"]), head, layers, options["num_layers"], kind)
+    if embedding is not None and row is not None:
+        named[MASK_EMBEDDING] = embedding[row].clone()
+    return Imported(layout, kind.name, options, unsaid, shape, layers, ids, named, places, embedding, head,
+                    notes=notes, own_row=row)
+
+
+def own_row_of(outer: dict[str, Any], shape: dict[str, Any], named: dict[str, Tensor]) -> int:
+    """The token of a parallel drafter's masks; their learned state in `named` gets the form [1, 1, n*Ht]."""
+    row = mask_token(outer)
+    if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < shape["vocab_size"]:
+        raise ConfigError(f"config.json: one of {', '.join(MASK_KEYS)} must name the token of the masks, within "
+                          f"vocab_size = {shape['vocab_size']}, not {row!r}")
+    state = named.get(MASK_HIDDEN)
+    if state is not None and state.dim() and state.numel() == state.shape[-1] > 0:  # engines read it as one line
+        named[MASK_HIDDEN] = state.reshape(1, 1, -1)
+    return row
+
+
+def plain_of(kind: Kind) -> dict[str, tuple[Any, ...]]:
+    """PLAIN with what a drafter of this kind may have."""
+    return {"num_hidden_layers": tuple(range(1, kind.most_layers + 1))} | PLAIN
 
 
 def check_plain(values: dict[str, Any], table: dict[str, tuple[Any, ...]], prefix: str) -> None:
     """ConfigError for the first key whose value means another computation than the drafter's here."""
     for key, plain in table.items():
         if key in values and values[key] not in plain:
-            more = f" to {MOST_LAYERS}" if key == "num_hidden_layers" else ""
+            more = f" to {plain[-1]}" if key == "num_hidden_layers" else ""
             raise ConfigError(f"config.json: {prefix}{key} = {values[key]!r}: the drafter here has {plain[0]!r}{more}")
     kinds = values.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
@@ -240,17 +272,22 @@ def shared_head(shape: dict[str, Any], tied: bool) -> str:
 
 
 def check_tensors(named: dict[str, Tensor], embedding: Tensor | None, shape: dict[str, Any], tap_norms: bool,
-                  head: str, layers: list[int] | None, depth: int) -> None:
-    """ConfigError naming every tensor that is missing, unknown, of another shape or not finite (cases 13, 18)."""
+                  head: str, layers: list[int] | None, depth: int, kind: Kind = KINDS["eagle3"],
+                  stored: bool = False) -> None:
+    """ConfigError naming every tensor that is missing, unknown, of another shape or not finite (cases 13, 18). stored:
+    they are a checkpoint's, in which the row that is the drafter's own is a tensor."""
     Ht, fc = shape["target_hidden_size"], named.get("fc.weight")
     n = fc.shape[-1] // Ht if fc is not None and fc.dim() == 2 else len(layers or range(3))
     if n != len(layers or range(3)):
         raise ConfigError(f"tensor fc.weight {list(fc.shape)} fuses {n} states of {Ht}, but the layers are "
                           f"{layers or 'the default three'}")
-    names, _ = expected_tensors(shape | {"fc_norm": tap_norms, "num_aux_hidden_states": n, "num_hidden_layers": depth})
-    absent = {"d2t", "t2d", "embed_tokens.weight"} | (set() if head == "own" else {"lm_head.weight"})
+    names, _ = expected_tensors(shape | {"fc_norm": tap_norms, "num_aux_hidden_states": n, "num_hidden_layers": depth,
+                                         PARALLEL: bool(kind.own_row)})
+    absent = {"d2t", "t2d", TABLE} | (set() if head == "own" else {"lm_head.weight"})
     size = sizes(shape | {"num_aux_hidden_states": n})
     wanted = {name: [size[s] for s in symbols] for name, symbols in names.items() if name not in absent}
+    if stored and kind.own_row:
+        wanted[MASK_EMBEDDING] = [size["H"]]
     for name in sorted(named.keys() - wanted.keys()):
         why = next((why for part, why in UNKNOWN if name.startswith(part) or name.endswith(part)),
                    "no drafter here has it")
@@ -264,4 +301,5 @@ def check_tensors(named: dict[str, Tensor], embedding: Tensor | None, shape: dic
     wrong = wrong or [f"{name} is {t.dtype} or holds NaN or infinite values" for name, t in sorted(named.items())
                       if not t.is_floating_point() or not bool(torch.isfinite(t).all())]
     if wrong:
-        raise ConfigError(f"tensors do not fit an EAGLE-3 drafter of this config: {'; '.join(wrong)}")
+        title = "a parallel" if kind.own_row else "an EAGLE-3"
+        raise ConfigError(f"tensors do not fit {title} drafter of this config: {'; '.join(wrong)}")

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from drafters.export import check, check_medusa, check_speculators, medusa
-from drafters.export.foreign import STRUCTURE, Imported, from_native
-from drafters.export.native import VARIANTS, check_meta, native_config, native_tensors
+from drafters.export.foreign import Imported, from_native
+from drafters.export.kinds import KINDS, VARIANTS, kind_of, mask_token
+from drafters.export.native import check_meta, native_config, native_tensors
 from drafters.export.speculators import from_speculators, speculators_config, speculators_tensors
 
 
@@ -35,14 +36,17 @@ SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
 
 
 def said_by_flags(origin: dict[str, Any], keys: dict[str, Any]) -> Iterator[Pair]:
-    """What provenance.json and config.json say of an EAGLE-3 drafter: (what, there, here)."""
-    options, shape = origin["options"], origin["shape"]
+    """What provenance.json and config.json say of an EAGLE-3 or parallel drafter: (what, there, here)."""
+    options, shape, kind = origin["options"], origin["shape"], kind_of(keys)
+    yield "kind", origin.get("kind"), kind.name
     yield "layers", origin.get("layers"), keys.get("eagle_aux_hidden_state_layer_ids")
     for name in SIZES:
         yield f"shape.{name}", shape.get(name), keys.get(name)
     yield "options.num_layers", options.get("num_layers", 1), keys.get("num_hidden_layers")
     for flag, (option, on, _) in VARIANTS.items():
         yield f"options.{option}", options.get(option) == on, bool(keys.get(flag))
+    if kind.own_row:
+        yield f"options.{kind.own_row}", options.get(kind.own_row), mask_token(keys)
 
 
 def said_by_options(origin: dict[str, Any], keys: dict[str, Any]) -> Iterator[Pair]:
@@ -59,7 +63,7 @@ def said_by_options(origin: dict[str, Any], keys: dict[str, Any]) -> Iterator[Pa
 class Layout:
     """One layout. `config` and `tensors` are pure; `back` is their inverse; `flat` gives the keys of its config.json
     under their native names; `violations` yields a sentence for every fault of a folder; `said` what provenance.json
-    and the flat keys must say alike."""
+    and the flat keys must say alike; `structure` the options that must come back, besides sizes."""
 
     config: Callable[[Meta, str, Served], dict[str, Any]]
     tensors: Callable[[Tensors, Meta, str, Served], Tensors]
@@ -67,24 +71,24 @@ class Layout:
     flat: Callable[[dict[str, Any]], dict[str, Any]]
     violations: Callable[[Path], Iterator[str]]
     carries_embedding: bool
-    kind: str = "eagle3"  # of the drafters that it is for
+    kinds: tuple[str, ...] = tuple(KINDS)  # of the drafters that it is for
     weights: str = "model.safetensors"
     check_meta: Callable[[Meta], None] = check_meta  # ConfigError for a checkpoint that it has no form for
-    structure: tuple[str, ...] = STRUCTURE[2:]  # options that must come back, besides sizes
+    structure: Callable[[Meta], tuple[str, ...]] = lambda meta: KINDS[meta["kind"]].structure[2:]
     said: Callable[[dict[str, Any], dict[str, Any]], Iterator[Pair]] = said_by_flags
 
 
 def of_medusa(layout: str) -> dict[str, Any]:
     """What both layouts of Medusa heads have."""
     return {"flat": check_medusa.flat, "violations": partial(check_medusa.violations, layout),
-            "carries_embedding": False, "kind": "medusa", "weights": medusa.WEIGHTS[layout],
-            "check_meta": medusa.check_meta, "structure": medusa.STRUCTURE, "said": said_by_options}
+            "carries_embedding": False, "kinds": ("medusa",), "weights": medusa.WEIGHTS[layout],
+            "check_meta": medusa.check_meta, "structure": lambda meta: medusa.STRUCTURE, "said": said_by_options}
 
 
 LAYOUTS: dict[str, Layout] = {
     "native": Layout(
         lambda meta, dtype, served: native_config(meta, dtype),
-        lambda state, meta, dtype, served: native_tensors(state, meta, dtype),
+        lambda state, meta, dtype, served: native_tensors(state, meta, dtype, served.embedding),
         from_native, lambda config: config, check.violations, carries_embedding=False),
     "speculators": Layout(
         lambda meta, dtype, served: speculators_config(meta, dtype, served.architectures, served.drafted),
@@ -103,4 +107,4 @@ LAYOUTS: dict[str, Layout] = {
 
 def layouts_of(kind: str) -> list[str]:
     """The layouts of a kind of drafter."""
-    return [name for name, layout in LAYOUTS.items() if layout.kind == kind]
+    return [name for name, layout in LAYOUTS.items() if kind in layout.kinds]

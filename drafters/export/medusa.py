@@ -26,6 +26,7 @@ VLLM, ORIGINAL = "medusa", "medusa-original"
 WEIGHTS = {VLLM: "model.safetensors", ORIGINAL: "medusa_lm_head.safetensors"}
 STRUCTURE = ("heads", "num_layers", "projection")  # options that a folder fixes, besides sizes
 SIZES = ("hidden_size", "vocab_size", "draft_vocab_size", "target_layers")
+MIXED = 16  # trained rows whose mean stands for those that were not
 NAME = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")  # of the original layout
 
 
@@ -72,7 +73,7 @@ def vllm_config(meta: dict[str, Any], dtype: str, drafted: int) -> dict[str, Any
     """
     options, shape = checked(meta, dtype, drafted)
     return {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": shape["hidden_size"],
-            "vocab_size": shape["vocab_size"], "truncated_vocab_size": shape["draft_vocab_size"],
+            "vocab_size": shape["vocab_size"], "truncated_vocab_size": shape["vocab_size"],  # see vllm_tensors
             "num_heads": options["heads"], "num_hidden_layers": options["num_layers"], "medusa_fc_bias": True,
             "original_lm_head": options["projection"] == "shared", "torch_dtype": dtype, "drafthouse": ours(meta)}
 
@@ -112,16 +113,30 @@ def draft_ids(state: dict[str, Tensor]) -> Tensor:
 def vllm_tensors(state: dict[str, Tensor], meta: dict[str, Any], dtype: str, head: Tensor) -> dict[str, Tensor]:
     """Tensors for vLLM, floating ones in `dtype`; token_map int64 [D], the target's IDS of the rows, where D is not V.
 
-    state: tensors of drafter.safetensors; head [V, H]: the target's, which a shared projection is.
+    state: tensors of drafter.safetensors; head [V, H]: the target's, which a shared projection is. Projections are
+    written for the whole vocabulary: vLLM (0.32) allocates own ones so and loads no fewer rows, and with a smaller
+    truncated_vocab_size it does not start, since it misses the map among what it has loaded. Without one it skips the
+    map, which tells readers here which rows are meant.
     """
-    own, shape = meta["options"]["projection"] == "own", meta["shape"]
-    weights = projections(state, meta, head)[: None if own else 1]
+    shape = meta["shape"]
+    weights = projections(state, meta, head)[: None if meta["options"]["projection"] == "own" else 1]
     tensors = {name: t for name, t in state.items() if name.startswith("blocks.")}
     tensors |= {f"lm_heads.{i}.weight": weight for i, weight in enumerate(weights)}
     tensors = {name: t.to(DTYPES[dtype]).contiguous() for name, t in tensors.items()}
     if shape["draft_vocab_size"] != shape["vocab_size"]:
-        tensors["token_map"] = draft_ids(state)
+        ids = draft_ids(state)
+        tensors |= {name: whole(t, ids, shape["vocab_size"]) for name, t in tensors.items()
+                    if name.startswith("lm_heads.")} | {"token_map": ids}
     return tensors
+
+
+def whole(rows: Tensor, ids: Tensor, V: int) -> Tensor:
+    """A projection [V, H] that proposes what `rows` [D, H] of these ids propose: every other row is the mean of some of
+    them, whose logit is the largest nowhere. One by one in float64: the same bits on every machine."""
+    mean = sum(rows[i * (len(rows) - 1) // (MIXED - 1)].double() for i in range(MIXED)) / MIXED
+    table = mean.to(rows.dtype).expand(V, -1).clone()
+    table[ids] = rows
+    return table
 
 
 def original_tensors(state: dict[str, Tensor], meta: dict[str, Any], dtype: str, head: Tensor) -> dict[str, Tensor]:
@@ -169,22 +184,28 @@ def from_vllm(config: dict[str, Any], tensors: dict[str, Tensor]) -> Imported:
     if config.get("logit_scale", 1.0) != 1.0 or config.get("quantization_config"):
         raise ConfigError("config.json: logit_scale or quantization_config: the drafter here has none")
     K, n = few(number(config, "num_heads"), number(config, "num_hidden_layers"))
-    H, V = number(config, "hidden_size"), number(config, "vocab_size")
+    H, V, shared = number(config, "hidden_size"), number(config, "vocab_size"), bool(config.get("original_lm_head"))
     D = number(config, "truncated_vocab_size") if config.get("truncated_vocab_size") is not None else V
+    trained = mapping(mapping(config, "drafthouse"), "shape", "config.json: drafthouse.").get("draft_vocab_size")
+    widened = D == V and is_size(trained) and trained < V  # an export of this project, see vllm_tensors
+    D = trained if widened else D
     named = {name.replace("medusa_heads.", ""): t for name, t in tensors.items()}
     token_map, notes = named.pop("token_map", None), []
     if D == V and token_map is not None:
         token_map = None
         notes.append("its token_map is left out, as in vLLM where truncated_vocab_size is vocab_size")
     ids = token_ids(token_map, D, V)
-    if D != V:  # vLLM takes the map's rows of a whole projection
-        named |= {name: t[ids] for name, t in named.items() if name.startswith("lm_heads.") and t.shape == (V, H)}
+    for name, table in list(named.items()):
+        if D != V and name.startswith("lm_heads.") and table.shape == (V, H):  # vLLM takes the map's rows of it
+            named[name] = table[ids]
+            if widened and not torch.equal(whole(named[name], ids, V), table):
+                raise ConfigError(f"tensor {name}: rows that token_map does not name are not those that `make export` "
+                                  "writes, and vLLM would propose by them; export again")
     if not config.get("medusa_fc_bias", False):
         held = any(name.startswith("blocks.") and name.endswith(".bias") for name in named)
         notes.append("its biases are left out, as in vLLM without medusa_fc_bias: they begin at zero here" if held
                      else "its blocks have no biases: they begin at zero here")
         named |= {name: torch.zeros(1).expand(H) for name in block_names(K, n) if name.endswith("bias")}
-    shared = bool(config.get("original_lm_head", False))
     carried = named.pop("lm_heads.0.weight", None) if shared else None
     if shared and carried is None:
         raise ConfigError("tensor lm_heads.0.weight is missing: by original_lm_head it is every head's projection")
@@ -196,8 +217,8 @@ def token_ids(token_map: Tensor | None, D: int, V: int) -> Tensor:
     """Target ids [D] of the rows. token_map holds IDS, not the offsets of EAGLE-3's d2t (case 56)."""
     if token_map is None:
         if D != V:
-            raise ConfigError(f"tensor token_map is missing: truncated_vocab_size = {D} of vocab_size = {V}, and "
-                              "without the map no draft id has a meaning")
+            raise ConfigError(f"tensor token_map is missing: {D} of vocab_size = {V} tokens are drafted, and without "
+                              "the map no draft id has a meaning")
         return torch.arange(V)
     whole = not token_map.is_floating_point() and token_map.shape == (D,)
     if not whole or len(token_map.unique()) != D or int(token_map.min()) < 0 or int(token_map.max()) >= V:

@@ -1,6 +1,7 @@
 """Pure mappings between a Drafthouse checkpoint and the native EAGLE-3 layout (vLLM, SGLang, TensorRT-LLM).
 
-Source: formats.md sections 1 and 8. Tensor names are the same on both sides, so only precision changes.
+Source: formats.md sections 1, 4 and 8. Tensor names are the same on both sides, so only precision changes; but a
+parallel drafter's mask embedding is a row of the embedding table, which it therefore ships.
 H draft hidden size, Ht target hidden size, V target vocabulary, D draft vocabulary, L target layers.
 """
 
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.layers import MOST_LAYERS
+from drafters.export.kinds import KINDS, MASK_EMBEDDING, MASK_KEY, PARALLEL, TABLE, kind_of, mask_token
 from recipes.errors import ConfigError
 
 FORMAT = "drafthouse.drafter/1"
@@ -19,12 +20,6 @@ SHAPE_KEYS = (
     "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "head_dim", "hidden_act", "rms_norm_eps", "vocab_size", "draft_vocab_size", "max_position_embeddings",
 )
-# Flag of the exported config, true where the option has the second value; written only then.
-VARIANTS = {
-    "fc_norm": ("tap_norms", True, False),
-    "norm_output": ("feedback", "post_norm", "pre_norm"),
-    "norm_before_residual": ("norm_before_residual", True, False),
-}
 
 
 def engine_layer_ids(layers: list[int]) -> dict[str, list[int]]:
@@ -84,7 +79,7 @@ def native_config(meta: dict[str, Any], dtype: str) -> dict[str, Any]:
     if dtype not in DTYPES:
         raise ConfigError(f"export.dtype = {dtype}: must be one of {', '.join(DTYPES)}")
     check_meta(meta)
-    shape, ids = meta["shape"], engine_layer_ids(meta["layers"])
+    shape, ids, kind = meta["shape"], engine_layer_ids(meta["layers"]), KINDS[meta["kind"]]
     rope = canonical_rope(shape)
     config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
               "num_hidden_layers": layers_of(meta)}
@@ -96,13 +91,15 @@ def native_config(meta: dict[str, Any], dtype: str) -> dict[str, Any]:
     config["eagle_config"] = {
         "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids["output_of"],
     }
-    for flag, (option, on, _) in VARIANTS.items():
+    for flag, (option, on, _) in kind.variants.items():
         if meta["options"][option] == on:
             config[flag] = True
+    if kind.own_row:
+        config |= {PARALLEL: True, MASK_KEY: meta["options"][kind.own_row]}
     # Engines skip this section; it ties the export to the target and the options it was trained with.
     config["drafthouse"] = {
         "kind": meta["kind"], "options": dict(meta["options"]), "target": dict(meta["target"]),
-        "target_layers": shape["target_layers"], "owned": {"embed_tokens": "target", "lm_head": "drafter"},
+        "target_layers": shape["target_layers"], "owned": dict(kind.owned),
     }
     return config
 
@@ -121,7 +118,9 @@ def meta_from_config(config: dict[str, Any]) -> dict[str, Any]:
     shape = {key: config[key] for key in SHAPE_KEYS}
     shape |= {"rope_parameters": canonical_rope(config), "target_layers": ours["target_layers"]}
     options = dict(ours["options"]) | {"num_layers": config["num_hidden_layers"]}
-    options |= {option: on if config.get(flag) else off for flag, (option, on, off) in VARIANTS.items()}
+    kind = kind_of(config)
+    options |= {option: on if config.get(flag) else off for flag, (option, on, off) in kind.variants.items()}
+    options |= {kind.own_row: mask_token(config)} if kind.own_row else {}
     return {"format": FORMAT, "kind": ours["kind"], "options": options, "shape": shape,
             "layers": list(config["eagle_aux_hidden_state_layer_ids"]), "target": dict(ours["target"])}
 
@@ -129,31 +128,63 @@ def meta_from_config(config: dict[str, Any]) -> dict[str, Any]:
 def check_meta(meta: dict[str, Any]) -> None:
     """Raises ConfigError naming every field of drafter.json that is missing or has no native form."""
     wrong = [f"{key} missing" for key in ("layers", "target", "shape", "options") if key not in meta]
-    for key, value in (("format", FORMAT), ("kind", "eagle3")):
-        if meta.get(key) != value:
-            wrong.append(f"{key} = {meta.get(key)!r}, must be {value!r}")
+    if meta.get("format") != FORMAT:
+        wrong.append(f"format = {meta.get('format')!r}, must be {FORMAT!r}")
+    if meta.get("kind") not in KINDS:
+        wrong.append(f"kind = {meta.get('kind')!r}, must be {' or '.join(map(repr, KINDS))}")
+    kind = KINDS.get(meta.get("kind"), KINDS["eagle3"])
     shape, options, target = (meta.get(key, {}) for key in ("shape", "options", "target"))
     wrong += [f"shape.{key} missing" for key in (*SHAPE_KEYS, "target_layers") if key not in shape]
     wrong += [f"target.{key} missing" for key in ("model", "fingerprint") if key not in target]
-    for option, on, off in VARIANTS.values():
+    for option, on, off in kind.variants.values():
         if options.get(option) not in (on, off):
             wrong.append(f"options.{option} = {options.get(option)!r}, must be {on!r} or {off!r}")
-    if options.get("num_layers", 1) not in range(1, MOST_LAYERS + 1):
-        wrong.append(f"options.num_layers = {options['num_layers']!r}, must be 1 to {MOST_LAYERS}")
+    if options.get("num_layers", 1) not in range(1, kind.most_layers + 1):
+        wrong.append(f"options.num_layers = {options['num_layers']!r}, must be 1 to {kind.most_layers}")
+    if kind.own_row and not isinstance(options.get(kind.own_row), int):
+        wrong.append(f"options.{kind.own_row} = {options.get(kind.own_row)!r}, must be a token's id")
     if wrong:
         raise ConfigError(f"drafter.json: {'; '.join(wrong)}; export a checkpoint that the trainer wrote")
 
 
-def native_tensors(state: dict[str, Tensor], meta: dict[str, Any], dtype: str) -> dict[str, Tensor]:
-    """Tensors of the export: floating ones in `dtype`, d2t int64 [D] offsets and t2d bool [V] as they are.
+def own_table(embedding: Tensor | None, state: dict[str, Tensor], meta: dict[str, Any]) -> Tensor:
+    """The embedding [V, H] as the drafter reads it: the target's, with the row that is the drafter's own.
 
-    state: tensors of drafter.safetensors. Which names must be there is checked by export/check.py.
-    Raises ConfigError where `state` has no d2t of D entries: without it every draft id would be wrong.
+    Raises ConfigError where the target's is not given, or of another size.
     """
+    shape, kind = meta["shape"], KINDS[meta["kind"]]
+    wanted = [shape["vocab_size"], shape["hidden_size"]]
+    if embedding is None or list(embedding.shape) != wanted:
+        raise ConfigError(f"embedding {None if embedding is None else [*embedding.shape]}: the drafter reads {wanted}")
+    if not kind.own_row:
+        return embedding
+    row, token = state.get(MASK_EMBEDDING), meta["options"][kind.own_row]
+    if row is None or list(row.shape) != wanted[1:] or not 0 <= token < wanted[0]:
+        raise ConfigError(f"drafter.safetensors: {MASK_EMBEDDING} must have hidden_size = {wanted[1]} numbers, and "
+                          f"options.{kind.own_row} = {token} name one of {wanted[0]} tokens; train again")
+    table = embedding.to(torch.promote_types(embedding.dtype, row.dtype), copy=True)
+    table[token] = row
+    return table
+
+
+def native_tensors(state: dict[str, Tensor], meta: dict[str, Any], dtype: str, embedding: Tensor | None = None,
+                   ) -> dict[str, Tensor]:
+    """Tensors of the export: floating ones in `dtype`, d2t int64 [D] offsets and t2d bool [V] as they are; no maps
+    where the draft vocabulary is the target's, for which vLLM has no place then.
+
+    state: tensors of drafter.safetensors; embedding [V, H]: the target's, for a kind that has a row of its own in it.
+    Which names must be there is checked by export/check.py. Raises ConfigError where `state` has no d2t of D entries:
+    without it every draft id would be wrong.
+    """
+    if KINDS[meta["kind"]].own_row:
+        table = own_table(embedding, state, meta)
+        state = {name: t for name, t in state.items() if name != MASK_EMBEDDING} | {TABLE: table}
     D, wanted = meta["shape"]["draft_vocab_size"], DTYPES[dtype]
     if "d2t" not in state or state["d2t"].shape != (D,):
         raise ConfigError(f"drafter.safetensors: d2t must have draft_vocab_size = {D} entries; train again")
-    return {name: (t.to(wanted) if t.is_floating_point() else t).contiguous() for name, t in state.items()}
+    mapped = D != meta["shape"]["vocab_size"]
+    return {name: (t.to(wanted) if t.is_floating_point() else t).contiguous() for name, t in state.items()
+            if mapped or name not in ("d2t", "t2d")}
 
 
 def state_from_native(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

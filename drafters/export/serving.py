@@ -1,6 +1,6 @@
 """The files beside exported weights that start an engine: SERVE.md, serve.sh, a TensorRT-LLM YAML, Dynamo workers.
 
-Source: formats.md section 1 (serving); TensorRT-LLM `Eagle3DecodingConfig` (1.3); NVIDIA Dynamo
+Source: formats.md sections 1 and 4 (serving); TensorRT-LLM `Eagle3DecodingConfig` (1.3); NVIDIA Dynamo
 `examples/backends/vllm/launch/{agg_spec_decoding,disagg}.sh` and `deploy/v1beta1/{agg,disagg}.yaml` (1.3).
 Everything is made from plain values by a serialiser or quoted: no name of a target or folder is read by a shell.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from drafters.export.engines import ENGINES, method_of, serving, since
+from drafters.export.kinds import kind_of
 from drafters.export.native import engine_layer_ids
 
 UNNAMED = "TARGET"  # stands for a target that only this machine has under its name
@@ -42,6 +43,11 @@ class Deployment:
         """Each engine's reasons not to serve this drafter, empty for those that do."""
         return serving(self.layout, self.keys, self.target_layers)
 
+    @property
+    def parallel(self) -> bool:
+        """Whether the drafter gives all its tokens in one pass."""
+        return kind_of(self.keys).name == "parallel"
+
 
 def on_the_hub(name: str) -> bool:
     """Whether a name is a Hub id, and no folder of this machine."""
@@ -53,10 +59,17 @@ def target_reference(model: str) -> str:
     return model if on_the_hub(model) else UNNAMED
 
 
-def speculative_config(drafter: str, drafted: int, layout: str = "native") -> str:
+def speculation(drafter: str, drafted: int, method: str = "eagle3", parallel: bool = False) -> dict[str, Any]:
+    """vLLM's `speculative_config`. parallel: all tokens in one pass; without it vLLM would draft token by token, and
+    skip the learned state with a warning."""
+    return {"method": method, "model": drafter, "num_speculative_tokens": drafted,
+            "draft_tensor_parallel_size": 1} | ({"parallel_drafting": True} if parallel else {})
+
+
+def speculative_config(deployment: Deployment) -> str:
     """vLLM's `--speculative-config`, which Dynamo's vLLM backend takes too."""
-    return json.dumps({"method": method_of(layout), "model": drafter, "num_speculative_tokens": drafted,
-                       "draft_tensor_parallel_size": 1})
+    return json.dumps(speculation(deployment.drafter, deployment.drafted, method_of(deployment.layout),
+                                  deployment.parallel))
 
 
 def serving_files(deployment: Deployment) -> dict[str, str]:
@@ -93,8 +106,7 @@ def dynamo_yaml(deployment: Deployment, workers: dict[str, tuple[str, list[str]]
         return {"name": name, "type": kind, "replicas": 1,
                 "podTemplate": {"spec": {"containers": [{"name": "main", "image": IMAGE, **container}]}}}
 
-    arguments = ["--model", deployment.target, "--speculative-config",
-                 speculative_config(deployment.drafter, deployment.drafted, deployment.layout)]
+    arguments = ["--model", deployment.target, "--speculative-config", speculative_config(deployment)]
     components = [component("Frontend", "frontend", {})]
     for name, (kind, more) in workers.items():
         components.append(component(name, kind, {
@@ -124,7 +136,7 @@ fi
 speculative() {{
   python3 -c 'import json, sys
 print(json.dumps({{"method": "{method}", "model": sys.argv[1], "num_speculative_tokens": int(sys.argv[2]),
-                  "draft_tensor_parallel_size": 1}}))' "$here" "$drafted"
+                  "draft_tensor_parallel_size": 1{parallel}}}))' "$here" "$drafted"
 }}
 refuse() {{ echo "serve.sh: not with this drafter: $1" >&2; exit 2; }}
 case "$engine" in
@@ -171,6 +183,7 @@ def serve_script(deployment: Deployment) -> str:
             tensorrt=settings, transfer=shlex.quote(TRANSFER))
         cases.append(f"  {name})\n{text}")
     return SCRIPT.format(target=shlex.quote(deployment.target), unnamed=UNNAMED, drafted=int(deployment.drafted),
+                         parallel=', "parallel_drafting": True' * deployment.parallel,
                          method=method_of(deployment.layout), cases="\n".join(cases))
 
 
@@ -235,7 +248,7 @@ def serve_text(deployment: Deployment) -> str:
     text = SERVE.format(target=deployment.target, drafted=drafted, most=most, argument=f" {UNNAMED}" if unnamed else "",
                         named=(f"{UNNAMED} stands for its folder. " * unnamed + f"{HERE} is this folder. " * here))
     own = ""
-    if deployment.layout == "speculators" and not unnamed:
+    if deployment.layout == "speculators" and not (unnamed or deployment.parallel):
         own = f"\nor, the target being named in config.json:\n\n    vllm serve {shlex.quote(deployment.drafter)}\n"
     refused = []
     for name, reasons in deployment.refusals.items():
@@ -244,8 +257,7 @@ def serve_text(deployment: Deployment) -> str:
             continue
         text += HEADINGS[name].format(target=target, drafted=drafted, verified=drafted + 1, own=own,
                                       drafter=shlex.quote(deployment.drafter),
-                                      config=shlex.quote(speculative_config(deployment.drafter, drafted,
-                                                                            deployment.layout)))
+                                      config=shlex.quote(speculative_config(deployment)))
         if recent := since(name, deployment.keys):
             text += f"\nNeeds a version of {ENGINES[name].title} that has {'; '.join(recent)}.\n"
     if deployment.layout == "medusa-original":

@@ -1,6 +1,6 @@
-"""Tensors of an exported EAGLE-3 drafter: names, shapes, precisions, values and the vocabulary map.
+"""Tensors of an exported EAGLE-3 or parallel drafter: names, shapes, precisions, values and the vocabulary map.
 
-Source: formats.md section 1 (names, shapes) and section 8 (load failures); cases 13, 18, 56.
+Source: formats.md sections 1 and 4 (names, shapes) and section 8 (load failures); cases 13, 18, 56.
 H draft hidden size, Ht target hidden size, V target vocabulary, D draft vocabulary, I intermediate size,
 Q = heads * head_dim, KV = key/value heads * head_dim, n taps.
 """
@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drafters.export.kinds import MASK_HIDDEN, TABLE, kind_of
 from drafters.export.native import DTYPES
-from drafters.layers import MOST_LAYERS
 
 # formats.md section 1. Products are spelled as in `sizes`.
 TENSORS = {
@@ -41,7 +41,9 @@ FORBIDDEN = (
     ("layers.", "num_hidden_layers says that there is no such layer, or no layer has such a tensor"),
     ("model.", "the native names have no model. prefix"),
     ("input_norm.", "belongs to norm_before_fc, which only the speculators layout carries"),
-    ("mask_hidden", "belongs to P-EAGLE, not to EAGLE-3"),
+    (MASK_HIDDEN, "belongs to a parallel drafter (P-EAGLE), whose config names the token of its masks"),
+    ("d2t", "the draft vocabulary is the target's, and vLLM has no place for a map then"),
+    ("t2d", "the draft vocabulary is the target's, and vLLM has no place for a map then"),
 )
 
 
@@ -55,7 +57,7 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
     H, hd = get("hidden_size"), get("head_dim")
     Ht = get("target_hidden_size", H)
     product = {
-        "H": (H,), "2H": (2, H), "Ht": (Ht,), "n*Ht": (get("num_aux_hidden_states"), Ht),
+        "1": (1,), "H": (H,), "2H": (2, H), "Ht": (Ht,), "n*Ht": (get("num_aux_hidden_states"), Ht),
         "Q": (get("num_attention_heads"), hd), "KV": (get("num_key_value_heads"), hd),
         "I": (get("intermediate_size"),), "V": (get("vocab_size"),), "D": (get("draft_vocab_size"),),
     }
@@ -71,15 +73,18 @@ def further_layer(i: int) -> dict[str, tuple[str, ...]]:
 
 def expected_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[str, ...]], set[str]]:
     """Every allowed name with its symbolic shape, and the names that may be left out."""
-    names, layers = dict(TENSORS), config.get("num_hidden_layers")
-    for i in range(1, min(layers, MOST_LAYERS) if is_size(layers) else 1):
+    kind, layers = kind_of(config), config.get("num_hidden_layers")
+    names = TENSORS | kind.tensors
+    for i in range(1, min(layers, kind.most_layers) if is_size(layers) else 1):
         names |= further_layer(i)
     if config.get("fc_norm") is True and is_size(config.get("num_aux_hidden_states")):
         names |= {f"fc_norm.{i}.weight": ("Ht",) for i in range(config["num_aux_hidden_states"])}
-    names["embed_tokens.weight"] = ("V", "H")
-    # The target's own embedding fits only a drafter of the target's width.
+    names[TABLE] = ("V", "H")
+    if is_size(config.get("vocab_size")) and config.get("draft_vocab_size") == config["vocab_size"]:
+        names = {name: symbols for name, symbols in names.items() if name not in INTEGER_TENSORS}
+    # The target's own embedding fits only a drafter of the target's width, without a row of its own.
     shared = config.get("target_hidden_size", config.get("hidden_size")) == config.get("hidden_size")
-    return names, {"embed_tokens.weight"} if shared else set()
+    return names, {TABLE} if shared and not kind.own_row else set()
 
 
 def tensor_violations(path: Path, config: dict[str, Any], names: dict[str, tuple[str, ...]],
@@ -103,7 +108,7 @@ def tensor_violations(path: Path, config: dict[str, Any], names: dict[str, tuple
         yield f"{path.name}: cannot be read: {error}"
         return
     for name in sorted(set(names) - present - optional):
-        why = "; the drafter's width is not the target's" if name == "embed_tokens.weight" else ""
+        why = "; the target's does not fit" if name == TABLE else ""
         yield f"{name}: missing{why}; an engine would serve it random or as zeros"
     if maps.keys() == INTEGER_TENSORS.keys():
         yield from map_violations(maps["d2t"], maps["t2d"], config)

@@ -19,8 +19,8 @@ Served = tuple[dict[str, Any], list[str]]  # the config, and in which points vLL
 def lookup(options: Any, K: int) -> Served:
     apart = []
     if options.match == "latest":
-        apart.append("vLLM continues the first occurrence of the longest match, not the latest: evaluate with "
-                     "`--drafter.options.match first` for its acceptance.")
+        apart.append("vLLM's ngram continues the first occurrence of the longest match, not the latest: give every "
+                     "stage `--drafter.options.match first`, `make eval` before the others.")
     return {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": options.shortest,
             "prompt_lookup_max": options.longest}, apart
 

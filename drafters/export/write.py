@@ -13,8 +13,9 @@ from torch import Tensor
 from drafters import vocab
 from drafters.checkpoint import META, WEIGHTS, read_meta, read_tensors
 from drafters.export.check import read_config
+from drafters.export.kinds import KINDS, TABLE
 from drafters.export.layouts import LAYOUTS, Layout, Served
-from drafters.export.native import DTYPES, canonical_rope, layers_of
+from drafters.export.native import DTYPES, canonical_rope, layers_of, own_table
 from drafters.export.serving import FILES, HERE, Deployment, serving_files, target_reference
 from drafters.export.tensor_check import is_size
 from recipes.errors import ConfigError, RunError
@@ -23,7 +24,7 @@ from recipes.files import sha256_file, sync_folder, write_bytes, write_json, wri
 WEIGHT_FILE, CONFIG, ORIGIN = "model.safetensors", "config.json", "provenance.json"
 FORMAT = "drafthouse.export/1"
 EXPORTED = (*sorted({layout.weights for layout in LAYOUTS.values()}), CONFIG, ORIGIN, *FILES)
-TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa"}
+TITLES = {"eagle3": "EAGLE-3", "parallel": "P-EAGLE", "medusa": "Medusa"}
 
 
 def export_native(checkpoint: Path, out: Path, dtype: str, expected_layers: list[int],
@@ -82,7 +83,7 @@ def check_folder(folder: Path, layout: str) -> None:
     found = [*LAYOUTS[layout].violations(folder), *origin_violations(folder, layout)]
     if found:
         listed = "\n".join(f"  - {each}" for each in found)
-        title = TITLES[LAYOUTS[layout].kind]
+        title = " or ".join(TITLES[kind] for kind in LAYOUTS[layout].kinds)
         raise RunError(f"{folder}: not a servable {layout} {title} export; mend and export again:\n{listed}")
 
 
@@ -99,7 +100,7 @@ def origin_violations(folder: Path, layout: str) -> list[str]:
                               for key in ("options", "target", "shape"))
     pairs |= {what: (there, here)
               for what, there, here in of.said(origin | {"options": options, "shape": shape}, keys)}
-    formed = {"kind": origin.get("kind") == of.kind, "options": bool(options),
+    formed = {"kind": origin.get("kind") in of.kinds, "options": bool(options),
               "target": bool(target.get("model")) and bool(target.get("fingerprint")),
               "target_layers": is_size(origin.get("target_layers")),
               "checkpoint_sha256": bool(re.fullmatch("[0-9a-f]{64}", str(origin.get("checkpoint_sha256"))))}
@@ -164,11 +165,11 @@ def same_drafter(folder: Path, layout: Layout, meta: dict[str, Any], state: dict
     ones or the target's own, bit for bit (case 03), and settings that came back as others."""
     found = layout.back(read_config(folder / CONFIG), load_file(folder / layout.weights))
     written = found.tensors | dict(zip(("d2t", "t2d"), vocab.maps(found.ids, meta["shape"]["vocab_size"])))
-    expected = dict(state)
-    if layout.carries_embedding:
-        expected["embed_tokens.weight"] = served.embedding
+    expected, kind = dict(state), KINDS.get(meta["kind"])
+    if kind and (layout.carries_embedding or kind.own_row):
+        expected[TABLE] = own_table(served.embedding, state, meta)
     if found.embedding is not None:
-        written["embed_tokens.weight"] = found.embedding
+        written[TABLE] = found.embedding
     if found.carried is not None:
         written["the target's head"], expected["the target's head"] = found.carried, served.head[found.ids]
     wrong = [f"{name} is in only one of the two" for name in sorted(written.keys() ^ expected.keys())]
@@ -181,7 +182,7 @@ def same_drafter(folder: Path, layout: Layout, meta: dict[str, Any], state: dict
             wrong.append(f"{name} differs")
     options = meta["options"] | {"num_layers": layers_of(meta)}
     said = {"layers": (found.layers, meta["layers"])}
-    said |= {key: (found.options.get(key), options[key]) for key in layout.structure}
+    said |= {key: (found.options.get(key), options[key]) for key in layout.structure(meta)}
     shape = dict(meta["shape"])
     if "rope_parameters" in shape:
         shape["rope_parameters"] = canonical_rope(shape)

@@ -1,6 +1,7 @@
 """vLLM as far as eval/serve_worker.py and eval/engine_run.py use it. The model's folder says what it answers
-(engine.json): `answers` by prompt, `drafts`, `accepted`, by layout of the drafter what goes wrong (`faults`), and how
-long an engine works for an answer (`slow`, seconds), which leaves its process id in `pid`."""
+(engine.json): `answers` by prompt, `drafts`, `accepted`, by layout of the drafter what goes wrong (`faults`), what it
+must be told of drafting (`told`), and how long an engine works for an answer (`slow`, seconds), which leaves its
+process id in `pid`."""
 
 import json
 import os
@@ -22,6 +23,12 @@ def load(model: str, drafter: str | None) -> tuple[dict, dict]:
     return found | fault, fault
 
 
+def check_told(found: dict, speculation: dict) -> None:
+    """It drafts as engine.json wants it to (`told`), where that says anything."""
+    wanted = found.get("told", {"method": "eagle3"}) | {"num_speculative_tokens": 3}
+    assert wanted.items() <= speculation.items(), f"{speculation} is not {wanted}"
+
+
 def SamplingParams(temperature, max_tokens, stop_token_ids, detokenize) -> SimpleNamespace:
     assert temperature == 0.0 and detokenize is False and stop_token_ids == [2]
     return SimpleNamespace(max_tokens=max_tokens)
@@ -31,10 +38,9 @@ class LLM:
     def __init__(self, model, dtype, seed, disable_log_stats, enforce_eager, max_model_len,
                  speculative_config=None) -> None:
         assert dtype == "float32" and enforce_eager is True and disable_log_stats is False and max_model_len == 512
-        drafter = None if speculative_config is None else speculative_config["model"]
+        self.found, _ = load(model, (speculative_config or {}).get("model"))
         if speculative_config:
-            assert speculative_config["method"] == "eagle3" and speculative_config["num_speculative_tokens"] == 3
-        self.found, _ = load(model, drafter)
+            check_told(self.found, speculative_config)
         if self.found.get("dies"):
             raise SystemExit(3)
 

@@ -8,7 +8,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from vllm import __version__, load
+from vllm import __version__, check_told, load
 
 NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
            "presence_penalty": 0.0, "frequency_penalty": 0.0, "return_token_ids": True, "n": 1}
@@ -19,7 +19,9 @@ parser.add_argument("--generation-config", required=True, choices=["vllm"])  # t
 parser.add_argument("--enforce-eager", action="store_true", required=True)
 options = parser.parse_args()
 try:
-    found, fault = load(options.model, json.loads(options.speculative_config)["model"])
+    told = json.loads(options.speculative_config)
+    found, fault = load(options.model, told.get("model"))
+    check_told(found, told)
     if fault.get("server_refuses"):
         raise ValueError("unexpected tensor layers.0.y")
 except ValueError as error:
