@@ -1,5 +1,6 @@
 """Drafters that a drafter holds: how a recipe names them, and how they are opened."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class Part:
 def open_part(part: Part, target: Target, run: Path, field: str) -> imported.Opened:
     """The drafter of a recipe's part; the target then shows what it reads. run: where published ones are converted.
 
-    ConfigError, which names the part's field, where a trained one has no checkpoint, or as imported.open_drafter has
+    ConfigError, which names the part's fields, where a trained one has no checkpoint, or as imported.open_drafter has
     it."""
     section, found = Section(kind=part.kind, options=part.options, path=part.path), entry(part.kind)
     if found.trained and not part.path:
@@ -41,7 +42,7 @@ def open_part(part: Part, target: Target, run: Path, field: str) -> imported.Ope
         target.tap(found.shown(read_meta(folder)["layers"]))
         return imported.loaded(folder, target)
     except ConfigError as error:
-        raise ConfigError(str(error).replace(imported.FIELD, f"{field}.path")) from None
+        raise ConfigError(re.sub(r"\bdrafter\.(?=kind|path|options)", f"{field}.", str(error))) from None
 
 
 def fresh_part(part: Part, target: Target, counts: dict[int, int], seed: int) -> Any:

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import automaton
 from drafters.automaton import Automaton, Guess
+
+compiled = pytest.importorskip("drafters.automaton_code", reason="needs numba")
 
 
 def ints(tokens: list[int]) -> np.ndarray:
@@ -155,11 +156,11 @@ def test_memory_and_work_grow_with_the_text_alone():
     a token, states or bytes than of any other text."""
     found = Automaton(48)
     found.extend(ints([5] * 100_000))
-    assert found.at[automaton.STATES] == 100_001 and found.nbytes < 350 * 100_000
+    assert found.at[compiled.STATES] == 100_001 and found.nbytes < 350 * 100_000
     assert found.guess(ints([5] * 24), 1, 1.0, 16, 1, 16, 0.1).tokens == [5] * 16
     mixed = Automaton(48)
     mixed.extend(np.random.default_rng(0).integers(0, 50, 20_000).astype(np.int32))
-    assert mixed.at[automaton.STATES] <= 2 * 20_000 and mixed.at[automaton.EDGES] <= 3 * 20_000
+    assert mixed.at[compiled.STATES] <= 2 * 20_000 and mixed.at[compiled.EDGES] <= 3 * 20_000
 
 
 def test_without_a_folder_to_keep_it_in_it_is_compiled_all_the_same(monkeypatch):
@@ -169,5 +170,5 @@ def test_without_a_folder_to_keep_it_in_it_is_compiled_all_the_same(monkeypatch)
             raise RuntimeError("cannot cache function: no locator available")
         return work
 
-    monkeypatch.setattr(automaton, "njit", refusing)
-    assert automaton.compiled(len) is len
+    monkeypatch.setattr(compiled, "njit", refusing)
+    assert compiled.compiled(len) is len

@@ -18,6 +18,7 @@ OPTIONS = {"eagle3": {"draft_vocab_size": 40}, "parallel": {"draft_vocab_size": 
 HELD = {"kind": "eagle3", "options": OPTIONS["eagle3"]}
 OPTIONS |= {"hybrid": {"match": 2, "then": HELD},
             "fallback": {"drafter": HELD, "break_even": 2.0, "window": 1, "pause": 2}}
+NEEDS = {"suffix": "numba", "hybrid": "numba"}  # packages that are optional
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 PLANS = {"chains": chain(3), "static trees": TREE, "dynamic trees": DynamicTree(3, 3, 8)}
 PAIRS = [(kind, plan) for kind in REGISTRY for plan in PLANS if plan in entry(kind).drafts]
@@ -32,6 +33,8 @@ def target(tmp_path_factory):
 
 def opened(kind: str, target):
     """The drafter, its target showing the states that it reads."""
+    if kind in NEEDS:
+        pytest.importorskip(NEEDS[kind])
     target.tap(entry("eagle3" if entry(kind).holds else kind).shown(LAYERS))
     return built(kind, target)
 

@@ -16,6 +16,8 @@ from drafters.tree import DynamicTree, StaticTree, chain
 from eval.decode import Decoder
 from recipes.errors import ConfigError
 
+pytest.importorskip("numba")
+
 V, LIMIT = 40, 16
 
 
