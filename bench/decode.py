@@ -23,8 +23,8 @@ from drafters.target import Target
 from drafters.tree import DynamicTree, Plan, planned
 from eval import timing
 from eval.decode import Decoder, Output
+from eval.figures import per_pass
 from eval.metrics import Acceptance
-from eval.run import per_pass
 from recipes.schema import Drafter as Section
 from recipes.schema import NonNegativeInt, PositiveInt, Recipe, opt
 

@@ -14,7 +14,7 @@ from data.prompts import evaluation_prompts
 from data.sampling import Sampling
 from data.store import TraceReader
 from drafters.target import Target, require_chat_template
-from eval.run import spread
+from eval.figures import spread
 from recipes.errors import ConfigError, RunError
 from recipes.schema import Recipe
 

@@ -14,9 +14,20 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 
 from fake_server import OnLoopback
+from markupsafe import Markup
+
+from eval import live_page, plots, server_counters
 
 K = 3
 SIZES = (3, 1, 2)
+
+
+def hurry(monkeypatch, drawn: bool = False) -> None:
+    """Counters come to rest soon; figures are not drawn unless asked for."""
+    monkeypatch.setattr(server_counters, "PAUSE", 0.01)
+    if not drawn:
+        for module in (plots, live_page):
+            monkeypatch.setattr(module, "inline_svg", lambda figure, name, label: Markup("<svg></svg>"))
 
 
 def ids_of(text: str) -> list[int]:

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from live_server import LiveServer, ids_of
-from markupsafe import Markup
+from live_server import LiveServer, hurry, ids_of
 from test_report import SCHEMA, Page, sample_report, violations
 from tiny import call, write_prompts
 from tiny_run import tiny_run
 
 from data.chat import prompt_ids
 from data.prompts import evaluation_prompts
-from eval import live_page, plots, server_counters
 from eval.compare import COMMAND as COMPARE
 from eval.decode import Decoder
 from eval.earlier import key_of
@@ -37,10 +35,7 @@ KEY = "sk-very-secret"
 @pytest.fixture(autouse=True)
 def quick(request, monkeypatch):
     """Figures are not drawn but for the test of the page, and counters come to rest soon."""
-    monkeypatch.setattr(server_counters, "PAUSE", 0.01)
-    if request.function is not test_page_and_markdown:
-        for module in (plots, live_page):
-            monkeypatch.setattr(module, "inline_svg", lambda figure, name, label: Markup("<svg></svg>"))
+    hurry(monkeypatch, drawn=request.function is test_page_and_markdown)
 
 
 @pytest.fixture

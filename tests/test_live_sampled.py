@@ -3,15 +3,13 @@
 import json
 
 import pytest
-from live_server import LiveServer, ids_of
-from markupsafe import Markup
+from live_server import LiveServer, hurry, ids_of
 from test_live import TEXTS, TOKENS, evaluate, flags, write
 from test_report import SCHEMA, Page, sample_report, violations
 from tiny import call, write_prompts
 
 from data.backends.stream import Stream, chat_body, unknown_to
 from data.sampling import Sampling
-from eval import live_page, plots, server_counters
 from eval.live_texts import first_difference
 from eval.run import COMMAND
 from eval.server_counters import Counters, foreign
@@ -24,9 +22,7 @@ WORDS = "temperature 0.6, top-k 20, top-p 0.95, 1 stop string"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Figures are not drawn, and counters come to rest soon."""
-    monkeypatch.setattr(server_counters, "PAUSE", 0.01)
-    for module in (plots, live_page):
-        monkeypatch.setattr(module, "inline_svg", lambda figure, name, label: Markup("<svg></svg>"))
+    hurry(monkeypatch)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_report import SCHEMA, violations
 from tiny import call
 from tiny_medusa import FORMATS, OPTIONS, medusa_run
-from tiny_trainer import moments, same, trained_parameters, trainer_base, trainers, weights
+from tiny_trainer import assert_resumes, trained_parameters, trainer_base, trainers, weights
 
 from data.capture import Conversation
 from drafters import checkpoint, source
@@ -55,19 +55,7 @@ def test_loss_falls_and_only_heads_are_trained(build):
 @pytest.mark.parametrize("options", [{}, {"drafter__options__projection": "shared", "train__optimizer": "muon"}])
 def test_resume_is_bit_equal(build, options):
     """8 steps in one go equal 4, a new process and 4: rates, moments, weights and curve (case 19)."""
-    whole = build(folder="whole", **RUN, **options)
-    whole.run()
-    first = build(**RUN, **options)
-    first.model.train()
-    for _ in range(4):
-        first.step()
-    first.save()
-    again = build(**RUN, **options)
-    again.resume()
-    assert again.progress.step == 4 < again.total and same(moments(again), moments(first))
-    again.run()
-    assert same(weights(again), weights(whole)) and same(moments(again), moments(whole))
-    assert again.progress.curve == whole.progress.curve
+    assert_resumes(build, RUN, **options)
 
 
 def test_the_script_is_medusas(base, capsys):

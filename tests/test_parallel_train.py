@@ -14,7 +14,7 @@ from test_report import SCHEMA, violations
 from test_train_distributed import DDP, PLAIN, ZERO3, launch, result
 from tiny import V, call, conversations, write_prompts, write_recipe, write_target, write_traces
 from tiny_run import EVAL, counting_target
-from tiny_trainer import moments, same, trained_parameters, trainer_base, trainers, weights
+from tiny_trainer import assert_resumes, trained_parameters, trainer_base, trainers, weights
 
 from data.capture import Conversation
 from drafters import checkpoint
@@ -62,20 +62,7 @@ def test_loss_falls_and_all_of_the_drafter_is_trained(build):
 def test_resume_is_bit_equal(build, options):
     """8 steps in one go equal 4, a new process and 4: rates, moments, weights and curve, with the drop drawn anew in
     every step (case 19)."""
-    whole = build(folder="whole", **RUN, **options)
-    whole.run()
-    first = build(**RUN, **options)
-    first.model.train()
-    for _ in range(4):
-        first.step()
-    first.save()
-    torch.manual_seed(123)
-    again = build(**RUN, **options)
-    again.resume()
-    assert again.progress.step == 4 < again.total and same(moments(again), moments(first))
-    again.run()
-    assert same(weights(again), weights(whole)) and same(moments(again), moments(whole))
-    assert again.progress.curve == whole.progress.curve
+    assert_resumes(build, RUN, **options)
 
 
 def test_the_script_is_its_own(base, capsys):

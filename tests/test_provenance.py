@@ -11,7 +11,7 @@ import yaml
 from tiny import call, write_prompts, write_recipe, write_target
 
 from data.collect import COMMAND as TRACE
-from eval.roi import training_hours
+from eval.roi_serving import training_hours
 from eval.run import COMMAND as EVAL
 from eval.ship import COMMAND as EXPORT
 from recipes.loader import load_recipe

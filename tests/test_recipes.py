@@ -17,8 +17,8 @@ from recipes.loader import dump_recipe, flags, load_recipe
 from recipes.schema import EvalSet, PromptSource, Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = [p for p in sorted((ROOT / "recipes").rglob("*.yaml")) if p.parent.name != "accelerate"
-           and p.name != "gates.yaml"]
+SHIPPED = [p for folder in ("recipes", "bench") for p in sorted((ROOT / folder).rglob("*.yaml"))
+           if p.parent.name != "accelerate" and p.name != "gates.yaml"]
 SNAPSHOT = Path(__file__).with_name("cli_options.txt")
 
 

@@ -69,6 +69,25 @@ def same(a, b) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 
+def assert_resumes(build: Callable[..., Trainer], run: dict, **options) -> None:
+    """8 steps in one go equal 4, a new process and 4: rates, moments, weights and curve. build: as `trainers` gives it;
+    run: options of 8 steps."""
+    whole = build(folder="whole", **run, **options)
+    whole.run()
+    first = build(**run, **options)
+    first.model.train()
+    for _ in range(4):
+        first.step()
+    first.save()
+    torch.manual_seed(123)  # what the new process begins with does not matter
+    again = build(**run, **options)
+    again.resume()
+    assert again.progress.step == 4 < again.total and same(moments(again), moments(first))
+    again.run()
+    assert same(weights(again), weights(whole)) and same(moments(again), moments(whole))
+    assert again.progress.curve == whole.progress.curve
+
+
 def trained_parameters(drafter) -> dict[str, torch.Tensor]:
     """What the optimizer should hold: exactly the drafter's trainable parameters (case 62)."""
     return {name: p for name, p in drafter.named_parameters() if p.requires_grad}
