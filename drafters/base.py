@@ -117,7 +117,8 @@ class DraftSession(Protocol):
 
 
 class Drafter(Protocol):
-    """A trainable drafter: a torch module with the methods that trainer and loop call."""
+    """A trainable drafter: a torch module with the methods that trainer and loop call. One without training has
+    `session` and `meta` alone; any may have `remarks()`, lines that a report shows beside its figures."""
 
     vocabulary_modules: tuple[str, ...]  # submodules whose matrices have a row for each token: heads, embeddings
     one_pass: bool  # whether all levels of a draft are one pass; a drafter without it takes a pass for each
@@ -143,3 +144,9 @@ class Drafter(Protocol):
 
     def meta(self) -> dict[str, Any]:
         """Shape and options for drafter.json."""
+
+
+def steady(drafter: Any, plan: Plan) -> tuple[Any, Plan]:
+    """The drafter whose steps and guesses are measured outside the loop, and what it is asked for under this plan: of
+    one that holds others and chooses between them by the request, the one that drafts where nothing else does."""
+    return drafter.steady(plan) if hasattr(drafter, "steady") else (drafter, plan)

@@ -38,15 +38,22 @@ def open_drafter(section: Section, target: Target, run: Path) -> Opened:
     """The drafter of a recipe: the checkpoint that `chosen` finds, or one that needs no training. ConfigError where
     there is none."""
     if entry(section.kind).trained:
-        folder = chosen(section, run, target)
-        drafter = checkpoint.load(folder, target)
-        weights = sha256_file(folder / checkpoint.WEIGHTS)
-        return Opened(drafter, folder, checkpoint.digest_of(weights, checkpoint.read_meta(folder)))
+        return loaded(chosen(section, run, target), target)
     if section.path:
         raise ConfigError(f"drafter.path = {section.path}: a drafter of kind {section.kind} has no checkpoint; leave "
                           "it empty")
-    drafter = entry(section.kind).code.build(options_of(section.kind, section.options), target, {}, 0)
+    options, code = options_of(section.kind, section.options), entry(section.kind).code
+    if entry(section.kind).holds:
+        return code.opened(options, target, run)
+    drafter = code.build(options, target, {}, 0)
     return Opened(drafter.to(target.device).eval(), None, sha256_json(drafter.meta()))
+
+
+def loaded(folder: Path, target: Target) -> Opened:
+    """The drafter of a checkpoint folder."""
+    drafter = checkpoint.load(folder, target)
+    weights = sha256_file(folder / checkpoint.WEIGHTS)
+    return Opened(drafter, folder, checkpoint.digest_of(weights, checkpoint.read_meta(folder)))
 
 
 def fresh(section: Section, target: Target, seed: int) -> Any:

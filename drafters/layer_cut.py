@@ -66,7 +66,7 @@ class LMSession:
     """A standalone model in the decoding loop. At position t it reads x[t] and predicts x[t+1]."""
 
     def __init__(self, drafter: StandaloneLM, cache: RowCache) -> None:
-        self.drafter, self.cache, self.drafted = drafter, cache, False
+        self.drafter, self.cache = drafter, cache
         self.first: Tensor | None = None  # [B, 1] tokens of the prompts that no position's following token names
 
     def begin(self, prompts: list[list[int]]) -> None:
@@ -81,7 +81,7 @@ class LMSession:
         self.pending = tokens, positions, last[:, None]
 
     def propose(self, plan: Plan | int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
-        plan, drafter, self.drafted = planned(plan), self.drafter, True
+        plan, drafter = planned(plan), self.drafter
         tokens, positions, last = self.pending
         grown = growth(plan, len(tokens), drafter.draft_ids, len(drafter.draft_ids), sample)
         states = take(drafter.states(tokens, positions, self.cache), last)  # [B, 1, H]
@@ -102,7 +102,7 @@ class LMSession:
     def join(self, other: "LMSession") -> None:
         """Joining prompts are run first, so that their last token alone is pending; this session's own too, where a
         row ended with its first token, before anything was drafted."""
-        if not self.drafted:
+        if not self.cache.width:
             self.settle()
         other.settle()
         self.cache.join(other.cache)

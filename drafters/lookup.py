@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from drafters.export import untrained
 from drafters.tree import Draft, Plan, planned
 from recipes.errors import ConfigError
 from recipes.schema import PositiveInt, opt
@@ -54,6 +55,7 @@ class Text:
 
     def __init__(self, options: Options, first: int) -> None:
         self.options, self.tokens = options, [first]
+        self.matched = 0  # tokens of the run that the last continuation was found by, 0 where there is none
         self.behind: dict[tuple[int, ...], int] = {}  # run of tokens -> place of what followed it
 
     def add(self, tokens: list[int]) -> None:
@@ -69,7 +71,9 @@ class Text:
         for n in range(min(self.options.longest, len(self.tokens)), self.options.shortest - 1, -1):
             place = self.behind.get(tuple(self.tokens[-n:]))
             if place is not None:
+                self.matched = n
                 return self.tokens[place : place + K]
+        self.matched = 0
         return []
 
 
@@ -93,6 +97,7 @@ class LookupSession:
         if not plan.narrow or plan.stop:
             raise ValueError("lookup proposes one continuation: use a chain without a confidence")
         found = [text.continuation(plan.depth) for text in self.texts]
+        self.matched = [text.matched for text in self.texts]
         width = max(map(len, found))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.long, device=self.device)
         lengths = torch.tensor([len(row) for row in found], device=self.device)
@@ -111,15 +116,13 @@ def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> L
 
 
 def speculation(drafter: Lookup, drafted: int, folder: Path) -> dict[str, Any]:
-    """vLLM's speculative_config that drafts the same; it loads nothing.
+    """vLLM's speculative_config that drafts the same, as `make export` writes it; it loads nothing.
 
     Its ngram proposer (`vllm/v1/spec_decode/ngram_proposer.py`, 0.32) looks up the longest run of the last
     prompt_lookup_min to prompt_lookup_max tokens that occurred before and continues its first occurrence, as far as the
     text goes. ConfigError for a drafter that continues the most recent one.
     """
-    options = drafter.options
-    if options.match != "first":
-        raise ConfigError(f"drafter.options.match = {options.match}: vLLM's ngram continues the first occurrence; run "
-                          "`make eval` with drafter.options.match: first, and this with the same")
-    return {"method": "ngram", "num_speculative_tokens": drafted, "prompt_lookup_min": options.shortest,
-            "prompt_lookup_max": options.longest}
+    config, apart = untrained.lookup(drafter.options, drafted)
+    if apart:
+        raise ConfigError(f"drafter.options.match = {drafter.options.match}: {' '.join(apart)}")
+    return config

@@ -126,6 +126,10 @@ class RowMemory:
         self.stores = [RowStore(rows, capacity) for _ in range(layers)]
         self.begin(None)
 
+    @property
+    def empty(self) -> bool:
+        return self.stores[0].keys is None
+
     def begin(self, last: Tensor | None) -> None:
         """A draft begins; `last` [B]: the last real position, where the draft may branch."""
         self.paths = None if last is None else Paths(last)
@@ -176,7 +180,7 @@ class ChainSession:
     """A recursive drafter in the decoding loop: the first step takes the newly verified states, the draft follows."""
 
     def __init__(self, drafter: Any, rows: int, capacity: int, layers: int = 1) -> None:
-        self.drafter, self.drafted = drafter, False
+        self.drafter = drafter
         self.memory = RowMemory(rows, capacity, layers)
 
     def begin(self, prompts: list[list[int]]) -> None:
@@ -187,7 +191,6 @@ class ChainSession:
 
     def propose(self, plan: Plan | int, sample: Callable[[Tensor], Tensor] | None = None) -> Draft:
         drafter, plan = self.drafter, planned(plan)
-        self.drafted = True
         state, tokens, positions, last = self.pending
         grown = growth(plan, len(tokens), drafter.draft_ids, drafter.shape.vocab_size, sample)
         self.memory.begin(positions.gather(1, last)[:, 0])
@@ -206,9 +209,9 @@ class ChainSession:
     def join(self, other: "ChainSession") -> None:
         """A joining row's pending positions are as many as a prompt has: all but the last are written first; this
         session's own too, where a row ended with its first token, before anything was drafted."""
-        if not self.drafted:
-            self.settle()
         other.settle()
+        if self.memory.empty:
+            self.settle()
         self.memory.join(other.memory)
         width = self.pending[1].shape[1]
         self.pending = tuple(torch.cat([ours, theirs if i == 3 else theirs.expand(-1, width, *theirs.shape[2:])])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -21,6 +22,7 @@ class Draft:
     q: Tensor | None = None  # [B, M, V]: the children of block place j were drawn from q[:, j]; None: deterministic
     parents: Tensor | None = None  # [B, N] block place of each token's parent; None: a chain
     real: Tensor | None = None  # [B, N] tokens that are none are False, and all behind them; None: all are
+    by: list[str] | None = None  # of each row: the drafter that proposed, where one holds several; for reports alone
 
     def counts(self) -> list[int]:
         """Tokens proposed to each row."""
@@ -132,3 +134,31 @@ def straight(N: int, device: torch.device) -> Topology:
     with torch.inference_mode(False):
         places = torch.arange(N + 1, device=device)
         return Topology((places[None] <= places[:, None])[None], places[None])
+
+
+def mixed(a: Draft, b: Draft, rows: list[bool]) -> Draft:
+    """Drafts of one batch, row by row: a's where `rows` says so, b's elsewhere. ValueError where b is drawn and a
+    branches: a's guesses are certain, and two of them behind one token have no distribution."""
+    if b.q is not None and a.parents is not None:
+        raise ValueError("a tree of deterministic guesses cannot stand beside drawn ones")
+    N, chosen = max(a.tokens.shape[1], b.tokens.shape[1]), torch.tensor(rows, device=a.tokens.device)[:, None]
+    branched = a.parents is not None or b.parents is not None
+    (tokens, real, parents), others = filled(a, N), filled(b, N)
+    tokens, real, parents = (torch.where(chosen, x, y) for x, y in zip((tokens, real, parents), others))
+    q = None
+    if b.q is not None:
+        certain = F.one_hot(a.tokens, b.q.shape[-1]).to(b.q.dtype)  # [B, Na, V]: of a chain, by the place before
+        M = max(certain.shape[1], b.q.shape[1])
+        certain, drawn = (F.pad(part, (0, 0, 0, M - part.shape[1])) for part in (certain, b.q))
+        q = torch.where(chosen[..., None], certain, drawn)
+    by = [x if mine else y for mine, x, y in zip(rows, a.by, b.by)] if a.by and b.by else None
+    return Draft(tokens, q, parents if branched else None, real, by)
+
+
+def filled(draft: Draft, N: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, which of them are some, and parents of a draft of N tokens a row, [B, N] each."""
+    more = N - draft.tokens.shape[1]
+    places = torch.arange(draft.tokens.shape[1], device=draft.tokens.device).expand_as(draft.tokens)
+    real = torch.ones_like(draft.tokens, dtype=torch.bool) if draft.real is None else draft.real
+    return tuple(F.pad(part, (0, more)) for part in (draft.tokens, real,
+                                                     places if draft.parents is None else draft.parents))

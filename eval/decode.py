@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Output:
     rejected: list[int] = field(default_factory=list)  # target tokens at which a draft was rejected
     refused: list[tuple[int, int]] = field(default_factory=list)  # their places in the text, first drafted tokens there
     stopped_by: str = ""  # the stop string that ended it
+    drafted_by: list[tuple[str, int, int]] = field(default_factory=list)  # of each pass: who, drafted, accepted tokens
 
     def take(self, tokens: list[int], end_ids: set[int], max_tokens: int, now: float, stops: Stops | None = None,
              ) -> bool:
@@ -59,10 +61,12 @@ class Output:
         self.times.append((now, len(self.tokens) - before))
         return bool(self.finish)
 
-    def count(self, accepted: int, drafted: int, context: int, refused: int | None, own: int) -> None:
+    def count(self, accepted: int, drafted: int, context: int, refused: int | None, own: int, by: str = "") -> None:
         """Counts a pass, and its draft where there was one. refused: the first drafted token where it was rejected,
-        None where nothing was; own: the target's token there."""
+        None where nothing was; own: the target's token there; by: who drafted, where the drafter says so."""
         self.passes += 1
+        if by:
+            self.drafted_by.append((by, drafted, accepted))
         if drafted:
             self.acceptance.add(accepted, drafted, refused is not None)
             self.drafts.append((context, accepted))
@@ -233,11 +237,11 @@ class Decoder:
         verdict = verify(states.logits, draft, self.sampling, numbers, rows.seen, shape, self.typical)
         contexts = (rows.length + 1).tolist()
         rows.advance(states, verdict)
-        counts = zip(verdict.accepted.tolist(), draft.counts(), contexts, verdict.refusals())
+        counts = zip(verdict.accepted.tolist(), draft.counts(), contexts, verdict.refusals(), draft.by or repeat(""))
         kept = verdict.tokens.tolist()
         now = time.perf_counter()
-        for number, tokens, (n, drafted, context, refused) in zip(rows.index, kept, counts):
-            outputs[number].count(n, drafted, context, refused, tokens[n])
+        for number, tokens, (n, drafted, context, refused, by) in zip(rows.index, kept, counts):
+            outputs[number].count(n, drafted, context, refused, tokens[n], by)
             self.give(number, outputs[number], tokens[: n + 1], now)
 
     def plain_step(self, rows: Rows, outputs: list[Output]) -> None:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data.evalsets import Questions, read_sets
 from drafters import imported
+from drafters.base import steady
 from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
 from drafters.registry import entry
@@ -51,7 +52,7 @@ class Evaluation:
         shown = entry(recipe.drafter.kind).shown(recipe.trace.layers)
         self.target = Target(on_one_process(recipe.target), shown)
         require_chat_template(self.target)
-        self.plan, self.reason = plan_of(self.section, recipe.drafter.kind), ""
+        self.plan, self.reason = plan_of(self.section, recipe.drafter.kind, recipe.drafter.options), ""
         self.opened = imported.open_drafter(recipe.drafter, self.target, self.folder)
         self.drafter = self.opened.drafter
         check_longest(self.plan.depth, self.drafter, "eval.draft_length" if self.plan.narrow else "eval.tree: levels")
@@ -93,6 +94,8 @@ class Evaluation:
         section = self.section
         if section.choose != "given":
             self.choose_plan()
+        if getattr(self.drafter, "unpriced", False):  # it stops where drafting does not pay
+            self.drafter.price(timing.cycle_cost(*self.step_times()))
         K = self.plan.depth
         with self.bar:
             outputs = self.answers()
@@ -112,7 +115,9 @@ class Evaluation:
 
     def choose_plan(self) -> None:
         """The fastest draft by what is measured now; one token, where drafting does not pay at all."""
-        chosen = measured_choice(self.target, self.drafter,
+        drafter, _ = steady(self.drafter, self.plan)
+        check_longest(self.section.draft_length, drafter, "eval.draft_length")
+        chosen = measured_choice(self.target, drafter,
                                  [self.ids[i] for i in spread(self.rows, self.section.speed_prompts)], self.section)
         self.plan, self.reason = chosen.plan or chain(1), chosen.reason
 
@@ -213,7 +218,7 @@ class Evaluation:
         plain, fast, reference = (timings[n] for n in (timing.PLAIN, timing.SPECULATIVE, timing.TRANSFORMERS))
         engine = timing.PLAIN if plain.tok_s >= reference.tok_s else timing.TRANSFORMERS
         ratio, ci95 = timing.speedup(timings[engine], fast, section.seed)
-        steps = timing.step_times(self.target, self.drafter, 200, plan)
+        steps, levels = self.step_times()
         batches = [timing.by_batch(self.target, self.drafter, rows, plan, section.speed_tokens, size, **self.how)
                    for size in section.batch_sizes]
         single = {"batch": 1, "baseline_tok_s": timings[engine].tok_s, "speculative_tok_s": fast.tok_s,
@@ -221,12 +226,17 @@ class Evaluation:
         speed = {"baseline_tok_s": timings[engine].tok_s, "baseline_engine": engine, "speculative_tok_s": fast.tok_s,
                  "speedup": ratio, "ci95": ci95, "prompts": len(rows), "by_batch": [single, *batches], **steps,
                  "step_repeats": timing.REPEATS,
-                 "predicted_speedup": timing.predict(per_pass(fast.outputs), steps, plan.depth),
+                 "predicted_speedup": timing.predict(per_pass(fast.outputs), steps, levels),
                  "cycle": breakdown.cycle(self.target, self.drafter, rows, plan, section.speed_tokens, **self.how),
                  "engines": {timing.PLAIN: plain.tok_s, timing.TRANSFORMERS: reference.tok_s}}
         latency = {name: {"baseline": plain.latency(name), "speculative": fast.latency(name)}
                    for name in ("ttft_ms", "itl_ms", "burst_ms")}
         return speed, latency, {i: one for i, one in zip(chosen, timing.each(timings[engine], fast))}
+
+    def step_times(self) -> tuple[dict[str, float], int]:
+        """Times of single steps, and how many of them a draft takes."""
+        drafter, plan = steady(self.drafter, self.plan)
+        return timing.step_times(self.target, drafter, 200, plan), plan.depth
 
     def stack(self) -> dict[str, Any]:
         """Software and machine as the evaluation found them when it began."""
@@ -259,7 +269,7 @@ class Evaluation:
                 "prompts": ", ".join(s.name for s in self.sets) if section.sets else section.prompts,
                 "prompts_sha256": sets_sha256(self.sets), "prompt_ids_sha256": sha256_json(self.ids),
                 "seed": section.seed, "turns": dict(Counter(str(row.round + 1) for row in self.rows)),
-                "key": self.key()}
+                "key": self.key(), "remarks": getattr(self.drafter, "remarks", list)()}
 
 
 def peak_bytes() -> int:

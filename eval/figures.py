@@ -71,7 +71,20 @@ def statistics(rows: list[Row], outputs: list[Output], K: int, vocabulary: Tenso
                        "tokens_per_target_pass_without": per_pass(fresh) if fresh else None},
         "vocabulary_misses": {"rejections": len(rejected), "outside_draft_vocabulary": outside,
                               "share": outside / len(rejected) if rejected else None},
-    }
+    } | by_drafter(outputs)
+
+
+def by_drafter(outputs: list[Output]) -> dict[str, Any]:
+    """Who drafted, where the drafter says so: `by_drafter` with the counts of each name; nothing elsewhere."""
+    counts: dict[str, list[int]] = {}
+    for name, drafted, accepted in (one for o in outputs for one in o.drafted_by):
+        found = counts.setdefault(name, [0, 0, 0, 0])
+        counts[name] = [a + b for a, b in zip(found, (1, drafted > 0, drafted, accepted))]
+    blocks = {name: {"passes": passes, "drafts": drafts, "drafted": drafted, "accepted": accepted,
+                     "mean_length": 1 + accepted / drafts if drafts else None,
+                     "rate": accepted / drafted if drafted else None}
+              for name, (passes, drafts, drafted, accepted) in sorted(counts.items())}
+    return {"by_drafter": blocks} if blocks else {}
 
 
 def by_set(rows: list[Row], outputs: list[Output], K: int, vocabulary: Tensor | None, seed: int) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from typing import Any
 
+from drafters.registry import plans_of
 from drafters.tree import DynamicTree, Plan, StaticTree, chain
 from recipes.errors import ConfigError
 from recipes.schema import Eval
 
 
-def plan_of(section: Eval, kind: str) -> Plan:
+def plan_of(section: Eval, kind: str, options: dict[str, Any] | None = None) -> Plan:
     """The chain or tree of `eval`; ConfigError names the field where that is none, or where a drafter of this kind
-    cannot follow it. With eval.choose it is the longest chain, and the choice is made from measurements."""
+    with these `drafter.options` cannot follow it. With eval.choose it is the longest chain, and the choice is made from
+    measurements."""
     tree = section.tree
     if section.choose != "given" and (tree.depth or tree.paths or section.confidence):
         raise ConfigError(f"eval.choose = {section.choose}: leave eval.tree.depth, eval.tree.paths and eval.confidence "
@@ -19,9 +21,12 @@ def plan_of(section: Eval, kind: str) -> Plan:
     if (tree.depth or tree.paths) and section.confidence:
         raise ConfigError(f"eval.confidence = {section.confidence}: only a chain stops early; set eval.tree.depth to 0 "
                           "and eval.tree.paths to []")
-    if kind == "lookup" and (tree.depth or tree.paths or section.confidence):
-        raise ConfigError("drafter.kind = lookup proposes one continuation without probabilities: leave eval.tree and "
-                          "eval.confidence at their defaults")
+    asked = {"dynamic trees": ("eval.tree.depth", tree.depth), "static trees": ("eval.tree.paths", tree.paths),
+             "confidence": ("eval.confidence", section.confidence)}
+    follows = plans_of(kind, options or {})
+    for name, (field, value) in asked.items():
+        if value and name not in follows:
+            raise ConfigError(f"drafter.kind = {kind} drafts {' and '.join(follows)} only: leave {field} unset")
     if tree.depth:
         return DynamicTree(tree.depth, tree.top_k, tree.total)
     if not tree.paths:

@@ -140,7 +140,8 @@ def _of_report(report: dict[str, Any], domain: str, bits: Mapping[str, float]) -
     low, high = acceptance["ci95"]
     requests, slowest = slowest_answers(report, domain)
     topk, verified, whole = plan_in(report["settings"].get("plan") or {})
-    per_pass = max(1.0, block["tokens_per_target_pass"]) if drafter["kind"] == "lookup" or not whole else 0.0
+    counted = drafter["kind"] in ("lookup", "suffix") or not whole  # of drafts that are not all of one length
+    per_pass = max(1.0, block["tokens_per_target_pass"]) if counted else 0.0
     return Acceptance(name=report["name"], kind=drafter["kind"], per_position=acceptance["per_position"],
                       relative_sd=(high - low) / 3.92 / acceptance["mean_length"], tokens_per_pass=per_pass,
                       topk=topk, verified=verified, domain=domain, temperature=report["settings"]["temperature"],

@@ -20,7 +20,7 @@ from drafters.export.engines import method_of
 from drafters.export.serving import speculation
 from drafters.export.write import ORIGIN
 from drafters.placement import on_the_cpu
-from drafters.registry import entry
+from drafters.registry import entry, require_serving
 from drafters.target import Target
 from eval.engine_run import Answers, Job, job_for, offline, over_http, stoppable
 from eval.plans import in_words
@@ -211,7 +211,9 @@ def prepared(recipe: Recipe, options: Options, folder: Path) -> tuple[Job, Expec
 
 
 def check(recipe: Recipe, options: Options, folder: Path, say=print) -> dict[str, Any]:
-    """The report of runs/<name>/serve/report.json. Raises RunError where an engine does not run at all."""
+    """The report of runs/<name>/serve/report.json. Raises RunError where an engine does not run at all, ConfigError
+    where none drafts as the recipe does."""
+    require_serving(recipe.drafter.kind)
     python = shutil.which(options.python)
     if not python:
         raise ConfigError(f"--python {options.python}: no such program; `make serve-check` builds .venv-vllm")

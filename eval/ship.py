@@ -20,6 +20,7 @@ from drafters import checkpoint, imported
 from drafters.export.check import read_config
 from drafters.export.engines import ENGINES, serving
 from drafters.export.layouts import LAYOUTS, Served, layouts_of
+from drafters.export.untrained import METHODS, serving_files
 from drafters.export.write import CONFIG, ORIGIN, check_folder, export_layout, same_drafter
 from drafters.placement import on_one_process
 from drafters.registry import entry, require_training
@@ -28,13 +29,13 @@ from eval.decode import Decoder
 from eval.earlier import key_of
 from eval.figures import spread
 from eval.metrics import Acceptance
-from eval.plans import check_longest
+from eval.plans import check_longest, plan_of
 from eval.reader import read_acceptance
 from eval.replay import walk
 from eval.witnesses import answer_of, row_prompt, walked
 from recipes.cli import Command, process, run_folder, write_resolved
 from recipes.errors import ConfigError, RunError
-from recipes.files import one_at_a_time, sha256_file, sha256_json, write_json
+from recipes.files import one_at_a_time, sha256_file, sha256_json, write_json, write_text
 from recipes.schema import Recipe
 
 CHECK = "check.json"
@@ -224,11 +225,29 @@ def main(recipe: Recipe, switches: set[str]) -> None:
         raise ConfigError(f"export.formats = []: known layouts: {', '.join(LAYOUTS)}")
     folder = run_folder(recipe)
     with one_at_a_time(folder / "export"):
-        export_all(recipe, folder, again="check" in switches)
+        if recipe.drafter.kind in METHODS:
+            export_config(recipe, folder / "export" / "vllm")
+        else:
+            export_all(recipe, folder, again="check" in switches)
+
+
+def export_config(recipe: Recipe, out: Path) -> None:
+    """What serves a drafter without training: its config alone."""
+    plan = plan_of(recipe.eval, recipe.drafter.kind, recipe.drafter.options)
+    if not plan.narrow or recipe.eval.choose != "given":
+        raise ConfigError("eval.tree, eval.choose: vLLM serves chains of this drafter, of a length that is known; set "
+                          "eval.draft_length, and the others to their defaults")
+    files = serving_files(recipe.drafter.kind, recipe.drafter.options, plan.depth, recipe.target.model)
+    out.mkdir(parents=True, exist_ok=True)
+    write_resolved(recipe, ["export"])
+    for name, text in files.items():
+        write_text(out / name, text)
+    print(f"exported: {out}: there is nothing to load, vLLM drafts by this config")
 
 
 def export_all(recipe: Recipe, folder: Path, again: bool) -> None:
     """Every layout of export.formats, in a run's folder whose exports are this process's alone."""
+    require_training(recipe.drafter.kind)
     read = entry(recipe.drafter.kind)
     target = Target(on_one_process(recipe.target), read.shown(recipe.trace.layers))
     imported.chosen(recipe.drafter, folder, target)  # taps the target where the drafter says it is to be tapped

@@ -60,4 +60,5 @@ def markdown(report: dict[str, Any], judged: list[dict[str, Any]] | None = None)
               f"{settings['max_tokens']} tokens; {escaped(stack['dtype'])} on {escaped(stack['device'])}, torch "
               f"{escaped(stack['versions'].get('torch', 'unknown'))}; {escaped(report['drafter']['checkpoint'])} at "
               f"{escaped(stack['git'][:12])}, {escaped(stack['time'])}."]
+    lines += [f"\n{escaped(remark)}" for remark in settings.get("remarks", [])]
     return "\n".join(lines) + "\n"

@@ -178,8 +178,13 @@ def step_times(target: Target, drafter: Drafter, context: int, plan: Plan | int)
 
 def predict(E: float, steps: dict[str, float], K: int) -> float:
     """Speedup = E / (K c + v): c draft step and v verification, both over a plain target step."""
+    return E / cycle_cost(steps, K)
+
+
+def cycle_cost(steps: dict[str, float], K: int) -> float:
+    """A cycle with a draft of K levels in plain steps of the target: the break-even of its acceptance length."""
     c, v = (steps[name] / steps["target_step_ms"] for name in ("draft_step_ms", "verify_ms"))
-    return E / (K * c + v)
+    return K * c + v
 
 
 def speedup(base: Timing, fast: Timing, seed: int, draws: int = 2000) -> tuple[float, list[float]]:

@@ -65,14 +65,22 @@ def test_a_measured_plan_is_reported_with_its_reason(tmp_path, model, kind, choo
     (Eval(choose="tree", tree=Tree(depth=2)), "eagle3", "eval.choose = tree: leave eval.tree.depth"),
     (Eval(tree=Tree(depth=2, paths=[[0]])), "eagle3", "eval.tree: depth is for a dynamic tree"),
     (Eval(tree=Tree(depth=2), confidence=0.5), "eagle3", "eval.confidence = 0.5: only a chain"),
-    (Eval(tree=Tree(depth=2)), "lookup", "drafter.kind = lookup proposes one continuation"),
-    (Eval(confidence=0.2), "lookup", "drafter.kind = lookup proposes one continuation"),
+    (Eval(tree=Tree(depth=2)), "lookup", "drafter.kind = lookup drafts chains only: leave eval.tree.depth"),
+    (Eval(confidence=0.2), "lookup", "drafter.kind = lookup drafts chains only: leave eval.confidence"),
     (Eval(tree=Tree(paths=[[1]])), "eagle3", r"eval.tree.paths: path \[1\]: its parent and its smaller siblings"),
 ])
 def test_plans_that_are_none_are_refused(section, kind, message):
     with pytest.raises(ConfigError, match=message):
         plan_of(section, kind)
 
+
+@pytest.mark.parametrize("kind,options", [
+    ("fallback", {"drafter": {"kind": "suffix"}}),
+    ("fallback", {"drafter": {"kind": "fallback", "options": {"drafter": {"kind": "suffix"}}}})])
+def test_a_held_drafter_decides_what_can_be_planned(kind, options):
+    with pytest.raises(ConfigError, match="drafts chains and dynamic trees only: leave eval.tree.paths unset"):
+        plan_of(Eval(tree=Tree(paths=[[0], [1]])), kind, options)
+    assert plan_of(Eval(tree=Tree(paths=[[0], [1]])), "hybrid", {"first": {"kind": "suffix"}}).nodes == 2
 
 def test_plan_by_default_is_a_chain():
     assert described(plan_of(Eval(), "eagle3")) == {"kind": "chain", "depth": 4, "nodes": 4, "confidence": 0.0}

@@ -15,10 +15,13 @@ from eval.decode import Decoder
 # Those that a tiny target needs
 OPTIONS = {"eagle3": {"draft_vocab_size": 40}, "parallel": {"draft_vocab_size": 40, "num_layers": 2},
            "medusa": {"draft_vocab_size": 40}, "layer_cut": {"layers": 5}}
-CHAINS_ONLY = {"lookup"}
+HELD = {"kind": "eagle3", "options": OPTIONS["eagle3"]}
+OPTIONS |= {"hybrid": {"match": 2, "then": HELD},
+            "fallback": {"drafter": HELD, "break_even": 2.0, "window": 1, "pause": 2}}
+NEEDS = {"suffix": "numba", "hybrid": "numba"}  # packages that are optional
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-PLANS = {"chain": chain(3), "static": TREE, "dynamic": DynamicTree(3, 3, 8)}
-PAIRS = [(kind, plan) for kind in REGISTRY for plan in PLANS if plan == "chain" or kind not in CHAINS_ONLY]
+PLANS = {"chains": chain(3), "static trees": TREE, "dynamic trees": DynamicTree(3, 3, 8)}
+PAIRS = [(kind, plan) for kind in REGISTRY for plan in PLANS if plan in entry(kind).drafts]
 PROMPTS = [[3, 9, 14, 3, 9], [7, 7], [30, 31, 32, 33, 30, 31]]
 LIMIT, ENDS = 12, [40, 41, 42]
 
@@ -30,7 +33,9 @@ def target(tmp_path_factory):
 
 def opened(kind: str, target):
     """The drafter, its target showing the states that it reads."""
-    target.tap(entry(kind).shown(LAYERS))
+    if kind in NEEDS:
+        pytest.importorskip(NEEDS[kind])
+    target.tap(entry("eagle3" if entry(kind).holds else kind).shown(LAYERS))
     return built(kind, target)
 
 
@@ -59,8 +64,17 @@ def test_greedy_text_stays(target, kind, plan):
         assert [o.tokens for o in out] == plainly(target, LIMIT)
 
 
+@pytest.mark.parametrize("kind", REGISTRY)
+def test_a_row_that_ends_with_its_first_token_is_replaced(target, kind):
+    """Case 22: the next prompt takes its place before the others have drafted anything."""
+    prompts, ends = [*PROMPTS, [5, 6]], [plainly(target, LIMIT)[0][0]]
+    plain = Decoder(target, LIMIT, end_ids=ends).plain(prompts)
+    out = Decoder(target, LIMIT, end_ids=ends, slots=2).speculative(prompts, opened(kind, target), 3)
+    assert len(plain[0].tokens) == 1 and [o.tokens for o in out] == [o.tokens for o in plain]
+
+
 @pytest.mark.parametrize("kind,plan,drawn", [(kind, plan, drawn) for kind, plan in PAIRS for drawn in (False, True)
-                                             if plan != "dynamic" or not drawn])
+                                             if plan != "dynamic trees" or not drawn])
 def test_sampled_text_follows_the_target(target, kind, plan, drawn):
     """Two tokens of 500 answers, jointly: no distribution but the target's own, with top-k 3 (each test at 1e-4)."""
     settings, prompt = Sampling(1.0, 3), PROMPTS[0]

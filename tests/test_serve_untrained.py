@@ -18,6 +18,7 @@ from tiny_run import EVAL, cycling_target
 from data.chat import prompt_ids
 from data.prompts import evaluation_prompts
 from drafters.export import plain
+from drafters.export.untrained import serving_config
 from drafters.layer_cut import cut
 from drafters.lookup import Options, Text, speculation
 from drafters.registry import entry, options_of
@@ -111,6 +112,24 @@ def test_what_vllm_would_draft_otherwise(base, capsys):
     capsys.readouterr()
     assert call(serve_check.COMMAND, base.recipe, *FLAGS, *run) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind,message", [
+    ("suffix", "drafter.kind = suffix: vLLM's suffix decoding needs the package arctic-inference"),
+    ("hybrid", "drafter.kind = hybrid: vLLM drafts by one method at a time"),
+    ("fallback", "drafter.kind = fallback: vLLM drafts by one method at a time")])
+def test_who_is_not_served_is_named_first(tmp_path, capsys, kind, message):
+    """Before a report is asked for, a target loaded or an engine looked for."""
+    recipe = write_recipe(tmp_path / "r.yaml", tmp_path / "nowhere", drafter={"kind": kind, "options": {}})
+    assert call(serve_check.COMMAND, recipe, "--python", str(tmp_path / "none")) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_config_is_the_exported_one():
+    """What vLLM is told in the check is what `make export` writes."""
+    values = {"match": "first", "longest": 4, "shortest": 2}
+    told = speculation(SimpleNamespace(options=options_of("lookup", values)), 5, Path("nowhere"))
+    assert serving_config("lookup", values, 5) == (told, [])
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.integers(1, 4), st.integers(0, 3), st.integers(1, 5))
