@@ -25,7 +25,7 @@ from drafters.placement import on_one_process
 from drafters.registry import entry
 from drafters.target import Target
 from eval.departures import Finding, alone, compare_all, precision
-from eval.engine_run import Job, job_for, offline, stoppable
+from eval.engine_run import Job, job_for, offline
 from eval.figures import spread
 from eval.plans import check_longest
 from eval.ship import check_formats, exports_here, loaded_by_vllm
@@ -98,8 +98,7 @@ def main(recipe: Recipe, switches: set[str], options: Options) -> None:
     if options.python and not shutil.which(options.python):
         raise ConfigError(f"--python {options.python}: no such program")
     folder = run_folder(recipe)
-    with stoppable():
-        evidence = examine(recipe, options, folder)
+    evidence = examine(recipe, options, folder)
     findings = compare_all(evidence, recipe.eval.gap_tolerance)
     first, unseen = next((finding for finding in findings if finding.departs), None), alone(findings)
     show(findings)

@@ -16,15 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 
 from data.backends.wire import completion_body
 from data.sampling import Sampling
 from eval.server_counters import counters_of
-from recipes.errors import TERMINATED, RunError
+from recipes.errors import RunError
 
 HERE = Path(__file__).resolve().parent
 WORKER, GUARD = HERE / "serve_worker.py", HERE / "engine_guard.py"
@@ -84,19 +83,6 @@ def settings(threads: int) -> dict[str, str]:
     return kept | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",
                    "VLLM_CPU_KVCACHE_SPACE": kept.get("VLLM_CPU_KVCACHE_SPACE", "1"), "VLLM_NO_USAGE_STATS": "1",
                    "HF_HUB_OFFLINE": "1"}
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """SIGTERM ends the block as an exception does, with exit code 143: engines end and files are put away first."""
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

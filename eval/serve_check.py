@@ -22,7 +22,7 @@ from drafters.export.write import ORIGIN
 from drafters.placement import on_the_cpu
 from drafters.registry import entry, require_serving
 from drafters.target import Target
-from eval.engine_run import Answers, Job, job_for, offline, over_http, stoppable
+from eval.engine_run import Answers, Job, job_for, offline, over_http
 from eval.plans import in_words
 from eval.settings import beyond_greedy
 from eval.ship import CHECK, check_formats, digests, evaluated, evaluated_as, loaded_by_vllm, proven
@@ -246,8 +246,7 @@ def check(recipe: Recipe, options: Options, folder: Path, say=print) -> dict[str
 
 def main(recipe: Recipe, switches: set[str], options: Options) -> None:
     folder = run_folder(recipe)
-    with stoppable():
-        report = check(recipe, options, folder)
+    report = check(recipe, options, folder)
     path = folder / "serve" / "report.json"
     write_json(path, report)
     print(f"report: {path}")

@@ -3,19 +3,21 @@
 import difflib
 import itertools
 import json
+import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_origin
 
 import yaml
 
-from recipes.errors import INTERRUPTED, MAKE_ROOM, NO_SPACE, ConfigError, DrafthouseError, RunError
+from recipes.errors import INTERRUPTED, MAKE_ROOM, NO_SPACE, TERMINATED, ConfigError, DrafthouseError, RunError
 from recipes.files import locked, write_text, written
-from recipes.launched import end_process
+from recipes.launched import Stopped, end_process, stoppable
 from recipes.loader import dump_values, flags, load_options, load_recipe
 from recipes.plain import read
 from recipes.schema import Recipe
@@ -51,7 +53,7 @@ def help_text(command: Command) -> str:
             lines += [f"  --{name} {default!r}: {about}" for name, default, about in flags(cls)]
     lines += [textwrap.dedent("""
         exit codes: 0 done, 2 bad usage or configuration, 1 failed or gate broken,
-        130 interrupted, 143 stopped by SIGTERM after saving""")]
+        130 interrupted, 143 stopped by SIGTERM; the same command goes on""")]
     return "\n".join(lines)
 
 
@@ -137,13 +139,17 @@ def run(command: Command, argv: list[str] | None = None) -> None:
         rest, words = split_words(command, argv) if command.words else (argv, [])
         path, overrides, switches, debug = parse_args(command, rest)
         options = own_options(command, overrides)
-        command.main(load_recipe(path, overrides), switches, *options, *([words] if command.words else []))
+        recipe = load_recipe(path, overrides)
+        with stoppable(), without_empty_folder(recipe):
+            command.main(recipe, switches, *options, *([words] if command.words else []))
     except DrafthouseError as error:
         fail(command.name, str(error), error.exit_code, debug)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         advice = f"; {MAKE_ROOM}" if error.errno in NO_SPACE else ""
         fail(command.name, f"{place}{error.strerror or error}{advice}", RunError.exit_code, debug)
+    except Stopped:
+        fail(command.name, "stopped by SIGTERM; run the same command again to go on", TERMINATED, debug)
     except KeyboardInterrupt:
         fail(command.name, "interrupted; run the same command again to go on", INTERRUPTED, debug)
     sys.exit(0)
@@ -170,6 +176,20 @@ def run_folder(recipe: Recipe) -> Path:
     with written(folder):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextmanager
+def without_empty_folder(recipe: Recipe) -> Iterator[None]:
+    """A run's folder that a refused command made and wrote nothing into goes again."""
+    folder = Path(recipe.runs_dir) / recipe.name
+    before = os.path.exists(folder)  # Path.exists raises for a name that is too long
+    try:
+        yield
+    except DrafthouseError:
+        if not before:
+            with suppress(OSError):  # not made, or no longer empty
+                folder.rmdir()
+        raise
 
 
 def write_resolved(recipe: Recipe, sections: Collection[str] = ()) -> None:

@@ -5,12 +5,19 @@ import ctypes
 import os
 import signal
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import NoReturn
 
-from recipes.errors import RunError
+from recipes.errors import TERMINATED, RunError
 
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
+
+
+class Stopped(SystemExit):
+    """SIGTERM has come; the process ends with exit code 143."""
 
 
 def by_accelerate() -> bool:
@@ -46,6 +53,24 @@ def local_rank() -> int:
 def local_processes() -> int:
     """Processes of the launch on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM ends the block by Stopped, as Ctrl-C would: engines end and files are put away first. One of several
+    processes is ended at once, as ever: while it waits for the others no handler of Python's would run."""
+    if processes() > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise Stopped(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def end_process(code: int) -> NoReturn:

@@ -20,8 +20,9 @@ from data import collect
 from eval import run as eval_run
 from recipes import cli
 from recipes import files as recipe_files
+from recipes.errors import ConfigError
 from recipes.loader import load_recipe
-from recipes.schema import opt
+from recipes.schema import Recipe, opt
 from train import run as train_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,9 +50,12 @@ def process(body: str, *argv: str) -> subprocess.CompletedProcess:
     ("raise RunError('gate broken')", 1, "make x: error: gate broken"),
     ("open('/nowhere/x')", 1, "make x: error: /nowhere/x: No such file or directory"),
     ("os.kill(os.getpid(), signal.SIGINT)", 130, "make x: error: interrupted; run the same command again to go on"),
+    ("os.kill(os.getpid(), signal.SIGTERM)", 143,
+     "make x: error: stopped by SIGTERM; run the same command again to go on"),
     ("sys.exit(143)", 143, "")])
 def test_exit_codes(body, code, message):
-    """0 done, 2 usage, 1 failed, 130 interrupted, 143 as the trainer leaves; with --debug the same code."""
+    """0 done, 2 usage, 1 failed, 130 interrupted, 143 stopped, silently where the trainer has said so itself; with
+    --debug the same code."""
     done = process(body)
     assert (done.returncode, done.stderr.strip()) == (code, message)
     if message:
@@ -343,3 +347,23 @@ def test_plain_words_of_a_command(capsys):
     assert stage(command, capsys, "go", "--quick", "--names", "a", "b", "--one", "c", "k=v", "--train.lr=1")[0] == 0
     assert seen == [({"quick"}, Listed(["a", "b"], "c"), ["go", "k=v"])]
     assert stage(command, capsys, "--one")[0] == 2 and "  WORDS  what" in cli.help_text(command)
+
+
+def test_a_refused_command_leaves_no_empty_folder(tmp_path):
+    """A folder that it made goes again, unless something lies in it; one that was there before stays."""
+    recipe = Recipe(name="new", runs_dir=str(tmp_path))
+
+    def refused(*files):
+        with pytest.raises(ConfigError), cli.without_empty_folder(recipe):
+            folder = cli.run_folder(recipe)
+            for name in files:
+                (folder / name).touch()
+            raise ConfigError("x")
+
+    refused()
+    assert not list(tmp_path.iterdir())
+    refused("kept")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["kept"]
+    (tmp_path / "new" / "kept").unlink()
+    refused()
+    assert (tmp_path / "new").is_dir()

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CHILD = """
 import sys
 from pathlib import Path
-from eval.engine_run import Job, offline, over_http, stoppable
+from eval.engine_run import Job, offline, over_http
+from recipes.launched import stoppable
 way, model = sys.argv[1:]
 told = {"method": "eagle3", "model": model + "/native", "num_speculative_tokens": 3}
 job = Job(model, told, 3, [[5]] * 40, 4, [2], "float32", {"enforce_eager": True, "max_model_len": 512})
