@@ -26,6 +26,7 @@ from recipes.schema import opt
 from recipes.speculation import Draft
 
 ACCEPTANCE = "drafthouse.acceptance/1"
+EAGLES = ("eagle3", "parallel")  # kinds of the same layers, taps and draft vocabulary
 FEWEST_DRAFTS = 30  # of a context bucket that counts as measured
 
 
@@ -58,9 +59,9 @@ class Acceptance:
     training_gpu_hours: NonNegativeFloat = opt(0.0, "GPU hours that its training took, its data included; 0: not "
                                                     "known, or nothing was trained")
     size: dict[str, Any] = opt({}, "sizes of the drafter; empty: as wide as its target")
-    layers: NonNegativeInt = opt(0, "of a layer_cut: 0 is a third of the target's; of EAGLE-3: 0 is one")
-    vocab: NonNegativeInt = opt(0, "EAGLE-3, Medusa: tokens that it can propose; 0: as the measured steps have it, "
-                                   "else 32,000, of Medusa the target's vocabulary")
+    layers: NonNegativeInt = opt(0, "of a layer_cut: 0 is a third of the target's; of EAGLE-3, parallel: 0 is one")
+    vocab: NonNegativeInt = opt(0, "EAGLE-3, parallel, Medusa: tokens that it can propose; 0: as the measured steps "
+                                   "have it, else 32,000, of Medusa the target's vocabulary")
     blocks: PositiveInt = opt(1, "Medusa: residual blocks of a head")
 
     def kept(self, K: int) -> float:
@@ -157,7 +158,7 @@ def shape_of_kind(drafter: dict[str, Any]) -> dict[str, int]:
     options = drafter.get("options", {})
     if drafter["kind"] == "medusa":
         return {"vocab": drafter.get("draft_vocab_size") or 0, "blocks": options.get("num_layers", 1)}
-    if drafter["kind"] == "eagle3":
+    if drafter["kind"] in EAGLES:
         return {"vocab": drafter.get("draft_vocab_size") or 0, "layers": options.get("num_layers", 1)}
     return {"layers": options.get("layers", 0)}
 
@@ -215,7 +216,7 @@ def draft_for(found: Acceptance, shape: ModelShape, steps: Steps) -> Draft:
     same = kind == kind_of(steps.drafter.get("kind", ""))
     if same and (steps.drafter.get("size") or kind == "medusa" and not found.vocab):
         timed = steps.draft()
-        if kind == "eagle3" and found.vocab:
+        if kind in EAGLES and found.vocab:
             timed = replace(timed, size=replace(timed.size, draft_vocab=found.vocab, layers=found.layers or 1))
         return timed
     draft = draft_of(found.kind, shape, layers=found.layers, vocab=found.vocab, blocks=found.blocks)

@@ -105,16 +105,17 @@ def test_medusas_heads_are_priced_as_small_as_they_are(tmp_path):
     assert draft_for(by_hand, shape, other) == Draft("medusa")
 
 
-def test_eagles_vocabulary_and_layers_are_the_reports(tmp_path):
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_eagles_vocabulary_and_layers_are_the_reports(tmp_path, kind):
     """Whether the steps name sizes or not; a file that says nothing takes those of the steps, else 32,000 and one."""
-    own = {"kind": "eagle3", "draft_vocab_size": 8192, "options": {"num_layers": 2}}
+    own = {"kind": kind, "draft_vocab_size": 8192, "options": {"num_layers": 2}}
     accepted = read(tmp_path, report(drafter=own))
     shape = short_shape(named(MODEL), MODEL)
     size = eagle_size(shape, draft_vocab=4096)
-    bare, timed = Steps(target={"model": MODEL}), Steps(drafter={"kind": "eagle3", "size": asdict(size)})
+    bare, timed = Steps(target={"model": MODEL}), Steps(drafter={"kind": kind, "size": asdict(size)})
     for made in (bare, timed):
-        assert draft_for(accepted, shape, made) == Draft("eagle3", eagle_size(shape, draft_vocab=8192, layers=2))
-    silent = Acceptance(per_position=[0.5])
+        assert draft_for(accepted, shape, made) == Draft(kind, eagle_size(shape, draft_vocab=8192, layers=2))
+    silent = Acceptance(kind=kind, per_position=[0.5])
     assert draft_for(silent, shape, bare).size == eagle_size(shape) and draft_for(silent, shape, timed).size == size
 
 
