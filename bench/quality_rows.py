@@ -40,18 +40,19 @@ class Outcome:
         return self.curve[-1][1]
 
 
-def units(peers: list[str], depths: list[int], lr: float, peer_lrs: list[float]) -> list[Unit]:
+def units(peers: list[str], depths: list[int], own_lrs: list[float], peer_lrs: list[float]) -> list[Unit]:
     """All trainings, ours first: from random weights and from the target's last layer."""
     found = []
     for depth in depths:
-        found += [Unit(OWN, depth, lr, start) for start in ("random", "target_layer")]
+        found += [Unit(OWN, depth, rate, start) for start in ("random", "target_layer") for rate in own_lrs]
         found += [Unit(peer, depth, rate, "own") for peer in peers for rate in peer_lrs]
     return found
 
 
-def quality_rows(outcomes: dict[Unit, Outcome], depths: list[int], rates: int, length: float) -> list[Row]:
-    """Rows of each depth, from random weights and (`_warm`) from the target's last layer. A peer counts once it has
-    run with all its `rates`."""
+def quality_rows(outcomes: dict[Unit, Outcome], depths: list[int], own_rates: int, rates: int,
+                 length: float) -> list[Row]:
+    """Rows of each depth, from random weights and (`_warm`) from the target's last layer. Each side counts once it has
+    run with all its rates: `own_rates` of ours, `rates` of a peer's."""
     rows = []
     for depth in depths:
         peers: dict[str, list[tuple[Unit, Outcome]]] = {}
@@ -59,21 +60,30 @@ def quality_rows(outcomes: dict[Unit, Outcome], depths: list[int], rates: int, l
             if unit.side != OWN and unit.depth == depth:
                 peers.setdefault(unit.side, []).append((unit, outcome))
         whole = {name: found for name, found in peers.items() if len(found) == rates}
-        for unit, outcome in outcomes.items():
-            if unit.side == OWN and unit.depth == depth:
-                variant = f"k{depth}" + ("_warm" if unit.start == "target_layer" else "")
-                rows += against(variant, outcome, whole, length)
+        for start, ending in (("random", ""), ("target_layer", "_warm")):
+            ours = [pair for pair in outcomes.items()
+                    if pair[0].side == OWN and pair[0].depth == depth and pair[0].start == start]
+            if len(ours) == own_rates:
+                rows += against(f"k{depth}{ending}", ours, whole, length)
     return rows
 
 
-def against(variant: str, ours: Outcome, peers: dict[str, list[tuple[Unit, Outcome]]], length: float) -> list[Row]:
-    """Ours against each peer at its best rate. `ratio` is against the fastest peer; where one never got there,
+def at_best(found: list[tuple[Unit, Outcome]], length: float) -> tuple[Unit, Outcome]:
+    """The first to reach the length; where none did, the one that came nearest."""
+    return min(found, key=lambda pair: (pair[1].reached(length) or float("inf"), -best(pair[1])))
+
+
+def against(variant: str, ours: list[tuple[Unit, Outcome]], peers: dict[str, list[tuple[Unit, Outcome]]],
+            length: float) -> list[Row]:
+    """Ours against each peer, all at their best rate. `ratio` is against the fastest peer; where one never got there,
     `ratio_at_least` counts what it trained at its longest."""
-    own = ours.reached(length)
-    rows = [Row(variant, "seconds", own, "s"), Row(variant, "best_length", best(ours), "tokens")]
+    unit, outcome = at_best(ours, length)
+    own = outcome.reached(length)
+    rows = [Row(variant, "seconds", own, "s"), Row(variant, "best_length", best(outcome), "tokens"),
+            Row(variant, "lr", unit.lr, "")]
     times: dict[str, float] = {}
     for name, found in peers.items():
-        unit, outcome = min(found, key=lambda pair: (pair[1].reached(length) or float("inf"), -best(pair[1])))
+        unit, outcome = at_best(found, length)
         seconds, reference = outcome.reached(length), outcome.reference
         rows += [Row(variant, f"reference_seconds_{name}", seconds, "s", reference),
                  Row(variant, f"reference_best_length_{name}", best(outcome), "tokens", reference),

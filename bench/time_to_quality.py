@@ -51,6 +51,7 @@ class Options(Peers):
     compile: bool = opt(False, "specforge: let it compile what it marks for it; compiling counts as training")
     length: PositiveFloat = opt(1.6, "mean acceptance length that is to be reached")
     depths: list[PositiveInt] = opt([3, 7], "unrolled steps K, each a training")
+    own_lrs: list[PositiveFloat] = opt([], "peak learning rates of ours; the best counts; empty: the recipe's alone")
     peer_lrs: list[PositiveFloat] = opt([3e-4, 1e-3, 3e-3], "peak learning rates of the peers; the best counts")
     peer_optimizer: Literal["adamw", "own"] = opt(
         "adamw", "own: what speculators trains with by default, Muon for its matrices; it orthogonalises them in "
@@ -248,7 +249,8 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
     trainings = Trainings(recipe, options, Traces(recipe, options), folder)
     outcomes: dict[Unit, Outcome] = {}
     left, ran = [], 0
-    for unit in units(list(found), options.depths, recipe.train.lr, options.peer_lrs):
+    own_lrs = options.own_lrs or [recipe.train.lr]
+    for unit in units(list(found), options.depths, own_lrs, options.peer_lrs):
         path, settings = folder / f"{unit.name}.json", trainings.settings(unit)
         outcome = finished(path, settings)
         if outcome is None and options.units and ran == options.units:
@@ -260,7 +262,7 @@ def measure(recipe: Recipe, options: Options, repeats: int) -> Result:
         outcomes[unit] = outcome
     if left:
         console.print(f"{len(left)} units are left; run the same command again to go on", soft_wrap=True)
-    rows = quality_rows(outcomes, options.depths, len(options.peer_lrs), options.length)
+    rows = quality_rows(outcomes, options.depths, len(own_lrs), len(options.peer_lrs), options.length)
     return Result(rows, notes={"left": left, "judges": len(trainings.traces.judges)})
 
 

@@ -150,11 +150,12 @@ def test_seconds_to_a_length():
 
 
 def test_all_trainings():
-    """Each depth: ours from random and from the target's last layer, each peer with each rate."""
-    found = units(["specforge"], [3, 7], 0.1, [0.1, 0.2])
-    assert [unit.name for unit in found[:4]] == ["drafthouse_random_k3_lr0.1", "drafthouse_target_layer_k3_lr0.1",
-                                                 "specforge_own_k3_lr0.1", "specforge_own_k3_lr0.2"]
-    assert len(found) == 8 and found[4].depth == 7
+    """Each depth: ours from random and from the target's last layer, then each peer, each with each of its rates."""
+    found = units(["specforge"], [3, 7], [0.1, 0.3], [0.1, 0.2])
+    assert [unit.name for unit in found[:6]] == [
+        "drafthouse_random_k3_lr0.1", "drafthouse_random_k3_lr0.3", "drafthouse_target_layer_k3_lr0.1",
+        "drafthouse_target_layer_k3_lr0.3", "specforge_own_k3_lr0.1", "specforge_own_k3_lr0.2"]
+    assert len(found) == 12 and found[6].depth == 7
 
 
 def line(seconds: float, reference: str = "drafthouse 1", longest: float = 100.0) -> Outcome:
@@ -164,20 +165,23 @@ def line(seconds: float, reference: str = "drafthouse 1", longest: float = 100.0
 
 
 def test_rows_by_hand():
-    """Each peer at its best rate (20 and 40 s), the ratio against the faster one, our warm start apart; a peer that
-    never got there counts what it trained; one whose rates are not all done does not count yet."""
-    ours = {Unit("drafthouse", 3, 0.1, "random"): line(10.0), Unit("drafthouse", 3, 0.1, "target_layer"): line(5.0)}
+    """Each side at its best rate (ours 10 s, the peers 20 and 40), the ratio against the faster one, our warm start
+    apart; a peer that never got there counts what it trained; a side counts once all its rates are done."""
+    ours = {Unit("drafthouse", 3, lr, start): line(s) for lr, start, s in (
+        (0.1, "random", 10.0), (0.2, "random", 30.0), (0.1, "target_layer", 500.0), (0.2, "target_layer", 5.0))}
     theirs = {Unit("speculators", 3, lr, "own"): line(s, "speculators 0.9.0") for lr, s in ((0.1, 40.0), (0.2, 60.0))}
     theirs |= {Unit("specforge", 3, lr, "own"): line(s, "specforge 0.2.0") for lr, s in ((0.1, 30.0), (0.2, 20.0))}
-    values = {(row.variant, row.metric): row for row in quality_rows(ours | theirs, [3], 2, 2.0)}
+    values = {(row.variant, row.metric): row for row in quality_rows(ours | theirs, [3], 2, 2, 2.0)}
+    assert values["k3", "lr"].value == 0.1 and values["k3_warm", "lr"].value == 0.2
     assert values["k3", "ratio"].value == 2 and values["k3", "ratio"].reference == "specforge 0.2.0"
     assert values["k3_warm", "ratio"].value == 4 and values["k3_warm", "seconds"].value == 5
     assert values["k3", "reference_seconds_speculators"].value == 40
     assert values["k3", "reference_lr_specforge"].value == 0.2
     never = {unit: line(500.0, outcome.reference) for unit, outcome in theirs.items()}
-    values = {(row.variant, row.metric): row.value for row in quality_rows(ours | never, [3], 2, 2.0)}
+    values = {(row.variant, row.metric): row.value for row in quality_rows(ours | never, [3], 2, 2, 2.0)}
     assert values["k3", "ratio_at_least_specforge"] == 10 and ("k3", "ratio") not in values
     assert values["k3", "reference_seconds_specforge"] is None
     assert values["k3", "reference_best_length_specforge"] == 1.5
-    few = quality_rows(ours | theirs, [3], 3, 2.0)
-    assert {row.metric for row in few} == {"seconds", "best_length"}
+    few = quality_rows(ours | theirs, [3], 2, 3, 2.0)
+    assert {row.metric for row in few} == {"seconds", "best_length", "lr"}
+    assert not quality_rows(ours | theirs, [3], 3, 2, 2.0)
