@@ -33,7 +33,7 @@ help:
 	@echo "make roi         what the drafter is worth; ARGS=\"measure|calibrate|plan|check CLAIM|validate FILE\" (docs/roi.md)"
 	@echo "make launch      files for several nodes; ARGS=\"--nodes 2 --gpus 8 --scheduler slurm|torchrun|accelerate\""
 	@echo "make eval        ARGS=\"--eval.server.base_url URL\": a running server, with and without its drafter"
-	@echo "make compare     ARGS=\"A/report.json B/report.json\": reports of several runs, with significance"
+	@echo "make compare     ARGS=\"A/report.json B/report.json\": reports of several runs, with significance; or a RECIPE with compare.drafters"
 	@echo "make inspect     what a trace folder holds; ARGS=--verify checks it, ARGS=--repair mends it"
 	@echo "make layers      searches the target layers that feed a drafter best, on a part of the traces (docs/training.md)"
 	@echo "make serve-check a real vLLM drafts the same: same greedy ids, the report's acceptance (docs/serve-check.md)"

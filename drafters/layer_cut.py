@@ -130,29 +130,43 @@ def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> S
     if target.model.config.model_type != target.config.model_type:
         raise ConfigError(f"drafter.kind = layer_cut: target.model = {name} is more than a language model; use another "
                           "drafter")
-    model = cut(target.model, target.depth, kept)
+    model = cut(target.model, target.depth, list(range(kept)))
     if target.grouped:
         model.set_attn_implementation(GROUPED)
     return StandaloneLM("layer_cut", options, model, target.groups if target.grouped else 1,
                         windows_of(model, model.config, name, target.device)).eval()
 
 
-def cut(model: nn.Module, depth: int, kept: int) -> nn.Module:
-    """The model's first `kept` of `depth` layers, its embedding, norm and head: its own tensors under a new module."""
+def cut(model: nn.Module, depth: int, kept: list[int]) -> nn.Module:
+    """Those of the model's `depth` layers that are `kept`, its embedding, norm and head: its own tensors under a new
+    module."""
     config = copy.deepcopy(model.config)
     for key, value in vars(config).items():
         if isinstance(value, list) and len(value) == depth:  # one entry a layer
-            setattr(config, key, value[:kept])
-    config.num_hidden_layers = kept
+            setattr(config, key, [value[i] for i in kept])
+    config.num_hidden_layers = len(kept)
     with torch.device("meta"):
         small = type(model)(config)
     theirs = {**dict(model.named_buffers()), **model.state_dict()}
-    small.load_state_dict({name: theirs[name] for name in small.state_dict()}, assign=True)
+    small.load_state_dict({name: theirs[earlier_name(small, name, kept)] for name in small.state_dict()}, assign=True)
     for name, buffer in list(small.named_buffers()):  # those that no checkpoint keeps: rotary frequencies
         if buffer.is_meta:
             owner, _, leaf = name.rpartition(".")
             setattr(small.get_submodule(owner), leaf, theirs[name].clone())
     return small.eval().requires_grad_(False)
+
+
+def earlier_name(small: nn.Module, name: str, kept: list[int]) -> str:
+    """What the model that it was cut from calls a tensor of the small one."""
+    decoder = small.get_decoder()
+    place = next(name for name, module in small.named_modules() if module is decoder)
+    layers = next(name for name, part in decoder.named_children()
+                  if isinstance(part, nn.ModuleList) and len(part) == len(kept))
+    start = f"{place}.{layers}."
+    if not name.startswith(start):
+        return name
+    number, _, rest = name.removeprefix(start).partition(".")
+    return f"{start}{kept[int(number)]}.{rest}"
 
 
 def speculation(drafter: StandaloneLM, drafted: int, folder: Path) -> dict[str, Any]:

@@ -55,6 +55,7 @@ REGISTRY: dict[str, Entry] = {
     "eagle3": Entry("drafters.eagle3_build", "train/eagle3.py"),
     "parallel": Entry("drafters.parallel", "train/parallel.py"),
     "medusa": Entry("drafters.medusa", "train/medusa.py", reads="final"),
+    "small_lm": Entry("drafters.small_lm_build", "train/small_lm.py", reads="none"),
     "lookup": Entry("drafters.lookup", reads="none", drafts=("chains",)),
     "suffix": Entry("drafters.suffix", reads="none", drafts=("chains", "dynamic trees"),
                     unserved="vLLM's suffix decoding needs the package arctic-inference, which is built from source; "

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters import checkpoint, vocab
-from drafters.export import check, medusa
+from drafters.export import check, medusa, small_lm
 from drafters.export.foreign import Imported, from_native
 from drafters.export.kinds import KINDS
 from drafters.export.native import layers_of
@@ -36,8 +36,10 @@ PART = re.compile(r"[\w][\w.-]*")  # a file's name that leads nowhere else
 LAYOUTS: tuple[tuple[Callable[[dict[str, Any]], bool], Callable[..., Imported]], ...] = (
     (lambda config: "speculators_model_type" in config, from_speculators),
     (lambda config: config.get("model_type") == "medusa", medusa.from_vllm),
-    (lambda config: "medusa_num_heads" in config, medusa.from_original))
-OWN = {"medusa": medusa.from_checkpoint}  # checkpoints of this project that `own` does not read
+    (lambda config: "medusa_num_heads" in config, medusa.from_original),
+    (small_lm.is_ours, small_lm.from_plain))
+# Checkpoints of this project that `own` does not read.
+OWN = {"medusa": medusa.from_checkpoint, "small_lm": small_lm.from_checkpoint}
 # Stems of the files that hold the weights, in the order in which they are looked for.
 STEMS: tuple[tuple[str, str], ...] = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("medusa_lm_head", ".pt"))
 

@@ -1,6 +1,7 @@
 """`make compare`: reports of several runs side by side, each against the first, with significance.
 
-Run as `python -m eval.compare A/report.json B/report.json ...`. Writes compare.json, compare.html and compare.md.
+Run as `python -m eval.compare A/report.json B/report.json ...`, or with `--config RECIPE` whose `compare` names
+drafters that are trained and evaluated first (eval/contest.py). Writes compare.json, compare.html and compare.md.
 """
 
 from dataclasses import dataclass, field
@@ -10,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eval.contest import Contest, choices, table
 from eval.earlier import check_origins, read_report
-from eval.paired import DRAWS, METRICS, conclusion, conversations, holm, judge
+from eval.paired import ALPHA, DRAWS, METRICS, conclusion, conversations, holm, judge
 from eval.plots import draw_comparison
 from eval.report import check_finite, page
 from eval.settings import measured_at, read
@@ -19,7 +21,7 @@ from eval.summary import escaped
 from eval.verdict import kinds
 from recipes.cli import Command, process
 from recipes.errors import ConfigError
-from recipes.files import sha256_file, write_json, write_text
+from recipes.files import one_at_a_time, sha256_file, write_json, write_text
 from recipes.provenance import differences
 from recipes.schema import Recipe, opt
 
@@ -31,7 +33,7 @@ LOSSY, WHY = "LOSSY", "typical acceptance: its answers are not the target's own"
 
 @dataclass
 class Options:
-    out: str = opt("", "folder of the comparison; empty is runs/compare")
+    out: str = opt("", "folder of the comparison; empty is runs/compare, of a recipe's drafters runs/<name>/compare")
 
 
 @dataclass
@@ -66,7 +68,7 @@ def read_runs(paths: list[str], allowed: bool) -> list[Run]:
     sampling or stop strings than the first one's where those are not `allowed` (case 50)."""
     if len(paths) < 2:
         raise ConfigError(f"make compare: {len(paths)} reports named; name at least two: "
-                          'make compare ARGS="A/report.json B/report.json"')
+                          'make compare ARGS="A/report.json B/report.json", or a RECIPE with compare.drafters')
     if len({Path(p).resolve() for p in paths}) < len(paths):
         raise ConfigError("make compare: a report is named twice")
     runs = []
@@ -160,11 +162,33 @@ def as_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def side_by_side(recipe: Recipe, allowed: bool) -> tuple[list[Run], dict[str, Any]]:
+    """The runs of the recipe's drafters, made now or found finished, and their comparison."""
+    contest = Contest(recipe, f"recipe {recipe.name}")
+    with one_at_a_time(contest.folder):
+        found = contest.hold()
+    runs = read_runs([str(one.report) for one in found], allowed)
+    reports, sides = [run.report for run in runs], [conversations(run.report) for run in runs]
+    speedup = next(metric for metric in METRICS if metric.name == "speedup")
+
+    def differs(i: int, j: int) -> bool:
+        p_value = judge(speedup, sides[i], sides[j], recipe.eval.seed)["p_value"]
+        return p_value is not None and p_value < ALPHA
+
+    rows = table(found, reports, recipe.roi.price_per_gpu_hour)
+    drafters = {"minutes": recipe.compare.minutes, "rows": rows, "choices": choices(rows, differs)}
+    return runs, compared(runs, recipe.eval.seed) | {"drafters": drafters}
+
+
 def main(recipe: Recipe, switches: set[str], options: Options, words: list[str]) -> None:
-    runs = read_runs(words, ACROSS in switches)
-    result = compared(runs, recipe.eval.seed)
+    if recipe.compare.drafters and not words:
+        runs, result = side_by_side(recipe, ACROSS in switches)
+        usual = Path(recipe.runs_dir) / recipe.name / "compare"
+    else:
+        runs = read_runs(words, ACROSS in switches)
+        result, usual = compared(runs, recipe.eval.seed), Path(recipe.runs_dir) / "compare"
     check_finite(result, "comparison")
-    folder = Path(options.out or Path(recipe.runs_dir) / "compare")
+    folder = Path(options.out or usual)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "compare.json", result)
     write_text(folder / "compare.md", as_markdown(result))
@@ -174,6 +198,8 @@ def main(recipe: Recipe, switches: set[str], options: Options, words: list[str])
     for row in rows(result):
         table.add_row(*row)
     Console(width=150).print(table, markup=False)
+    for one in result.get("drafters", {}).get("choices", []):
+        print(f"batch {one['batch']}: {one['best']} ({one['speedup']:.2f}; {one['why']})")
     for run in runs:
         if lossy(run.report):
             print(f"{run.label}: {WHY}")
@@ -185,7 +211,7 @@ def main(recipe: Recipe, switches: set[str], options: Options, words: list[str])
 
 COMMAND = Command("make compare", "Compares reports of several runs, each with the first, with significance.", main,
                   {ACROSS: "compare although targets, stacks or sampling differ"}, Options,
-                  "the reports: A/report.json B/report.json ...")
+                  "the reports: A/report.json B/report.json ...; none with a recipe that has compare.drafters")
 
 if __name__ == "__main__":
     process(COMMAND)

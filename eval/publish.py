@@ -45,7 +45,7 @@ class Options:
     """What `make publish` is told besides the recipe."""
 
     repo: str = opt("", "org/name on the Hub; make takes it as REPO=org/name")
-    format: Literal["", "native", "speculators", "medusa", "medusa-original"] = opt(
+    format: Literal["", "native", "speculators", "medusa", "medusa-original", "plain"] = opt(
         "", "the export that is published; empty is the first of export.formats")
     licence: str = opt("", "licence of the drafter; empty is the target's")
     base_model: str = opt("", "Hub model that a target in a local folder is, or was made from")

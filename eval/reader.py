@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from eval.reader_lm import ReadLM
 from eval.reader_medusa import ReadMedusa
 from recipes.errors import RunError
 
@@ -223,14 +224,16 @@ def read_target(model: nn.Module, tokens: list[int], layers: list[int]) -> tuple
     return out.logits[0].argmax(-1).tolist(), [entering[k][0] for k in layers]
 
 
-def open_reader(folder: Path, model: nn.Module) -> "ReadDrafter | ReadMedusa":
+def open_reader(folder: Path, model: nn.Module) -> "ReadDrafter | ReadMedusa | ReadLM":
     """The reader of an exported folder. RunError as they raise it."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"{folder}: cannot be read: {error}; export again") from None
-    medusa = config.get("model_type") == "medusa" or "medusa_num_heads" in config
-    return (ReadMedusa if medusa else ReadDrafter)(folder, model)
+    if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
+        return ReadMedusa(folder, model)
+    whole = (config.get("drafthouse") or {}).get("kind") == "small_lm"
+    return (ReadLM if whole else ReadDrafter)(folder, model)
 
 
 def continuation(model: nn.Module, prompt: list[int], max_tokens: int, end_ids: list[int], further: int) -> list[int]:

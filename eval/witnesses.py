@@ -117,12 +117,15 @@ def loop(drafter: Any, target: Target, rows: list[TraceRow], prompts: dict[str, 
         ids = row.ids[None].to(target.device)
         positions = torch.arange(ids.shape[1], device=target.device)[None]
         states = target.forward(ids, positions, target.new_cache(1, ids.shape[1] + K + 1))
-        said.ids[row.id], said.states[row.id] = retokenised(target, row), states.taps[0].float().cpu()
+        said.ids[row.id] = retokenised(target, row)
+        if states.taps is not None:  # a drafter may read tokens alone
+            said.states[row.id] = states.taps[0].float().cpu()
         said.teacher[row.id], said.gaps[row.id] = greedy(states.logits[0], row)
         for t in starts_of(row, count):
             session = drafter.session(1, t + K + 2)
-            session.observe(states.taps[:, : t + 1], ids[:, 1 : t + 2], positions[:, : t + 1],
-                            torch.tensor([t], device=target.device))
+            session.begin([ids[0, : t + 1].tolist()])
+            taps = None if states.taps is None else states.taps[:, : t + 1]
+            session.observe(taps, ids[:, 1 : t + 2], positions[:, : t + 1], torch.tensor([t], device=target.device))
             q = session.propose(K, lambda spread: spread.argmax(-1)).q[0]  # [K, V]
             said.drafts[row.id, t] = q[:, drafter.draft_ids].float().log().cpu()
     again = [row for row in rows if walked(row, K)]
@@ -179,7 +182,8 @@ def second_reader(folder: Path, layout: str, target: Target, rows: list[TraceRow
         ids = row.ids.tolist()
         tokens, taps = read_target(target.model, ids, drafter.layers)
         before = [i - 1 for i, turn in enumerate(row.turns.tolist()) if turn > 0]
-        said.states[row.id] = torch.cat(taps, dim=-1).float().cpu()
+        if taps:
+            said.states[row.id] = torch.cat(taps, dim=-1).float().cpu()
         said.teacher[row.id] = [tokens[i] for i in before]
         for t in starts_of(row, count):
             steps = drafter.draft_logits([tap[: t + 1] for tap in taps], ids[: t + 2], K)

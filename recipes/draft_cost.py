@@ -145,6 +145,37 @@ class MedusaSize(DraftSize):
         return self.parameters + self.vocab * self.hidden * (self.count if layout == "medusa-original" else 1)
 
 
+@dataclass(frozen=True)
+class ModelSize(DraftSize):
+    """A standalone language model (drafters/small_lm.py) in the same terms: every position passes all its layers, loss
+    is taken at depth 0 alone, over the whole vocabulary. `train_head`: its embedding and head are trained too."""
+
+    fuse = block = 0
+
+    @property
+    def every(self) -> int:
+        return self.layers * (self.keys(self.hidden) + self.rest(self.hidden))
+
+    @property
+    def parameters(self) -> int:
+        return self.every + (1 + 2 * self.layers) * self.hidden + 2 * self.head * self.train_head
+
+    @property
+    def trained(self) -> int:
+        return self.parameters
+
+    @property
+    def borrowed(self) -> int:
+        """The target's head, which teaches, and the embedding and the head that are its own, where they stay so."""
+        return self.teacher + 2 * self.head * (not self.train_head)
+
+    def moved(self, depth: int) -> int:
+        return self.parameters + 2 * self.head
+
+    def exported(self, layout: str) -> int:
+        return self.every + (1 + 2 * self.layers) * self.hidden + 2 * self.head
+
+
 def worked(spans: list[float], depth: int, share: float = 1.0, floor: float = 0.0) -> list[float]:
     """Loss positions of each unrolled step of a row whose turns learnt from have these lengths: a turn of A tokens has
     A - 1 - k at step k; from each step the `share` of the chains goes on, down to the `floor` of all."""

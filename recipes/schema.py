@@ -417,6 +417,28 @@ class Plan:
 
 
 @dataclass
+class Contender:
+    """One drafter of a comparison: what it has that the recipe's own sections do not say."""
+
+    name: str = opt("", "what the comparison calls it; its run is runs/<name of the recipe>-<this>/")
+    kind: str = opt("", "a name from drafters/registry.py")
+    options: dict[str, Any] = opt({}, "the drafter's own options")
+    path: str = opt("", "a drafter that is trained already, as drafter.path; empty: it is trained here")
+    train: dict[str, Any] = opt({}, "fields of train that are its own")
+    eval: dict[str, Any] = opt({}, "fields of eval that are its own")
+
+
+@dataclass
+class Contest:
+    """Drafters that `make compare RECIPE=...` trains on the same traces and evaluates alike (docs/drafters.md)."""
+
+    drafters: list[Contender] = opt([], "the drafters: {name, kind, options, path, train, eval} each")
+    minutes: NonNegativeFloat = opt(20.0, "minutes of training steps that each one gets, by steps timed before; 0: "
+                                          "each has train.epochs instead")
+    probe_steps: PositiveInt = opt(40, "optimizer steps of the short training that times a step")
+
+
+@dataclass
 class Recipe:
     name: str = opt("run", "outputs go to runs/<name>/")
     runs_dir: str = opt("runs", "parent folder of the outputs")
@@ -430,3 +452,4 @@ class Recipe:
     export: Export = field(default_factory=Export)
     roi: Roi = field(default_factory=Roi)
     plan: Plan = field(default_factory=Plan)
+    compare: Contest = field(default_factory=Contest)

@@ -14,7 +14,7 @@ from eval.decode import Decoder
 
 # Those that a tiny target needs
 OPTIONS = {"eagle3": {"draft_vocab_size": 40}, "parallel": {"draft_vocab_size": 40, "num_layers": 2},
-           "medusa": {"draft_vocab_size": 40}, "layer_cut": {"layers": 5}}
+           "medusa": {"draft_vocab_size": 40}, "layer_cut": {"layers": 5}, "small_lm": {"layers": 5}}
 HELD = {"kind": "eagle3", "options": OPTIONS["eagle3"]}
 OPTIONS |= {"hybrid": {"match": 2, "then": HELD},
             "fallback": {"drafter": HELD, "break_even": 2.0, "window": 1, "pause": 2}}

@@ -83,7 +83,7 @@ def test_lookup_needs_as_many_passes_as_transformers(world, K, n):
 def test_layer_cut_needs_as_many_passes_as_assisted_generation(world, layers):
     """At equal drafts the loop and transformers' assisted generation run the target equally often."""
     target, model = world
-    drafter, assistant = opened("layer_cut", target, layers=layers), cut(model, 6, layers)
+    drafter, assistant = opened("layer_cut", target, layers=layers), cut(model, 6, list(range(layers)))
     for name, value in (("num_assistant_tokens", 4), ("num_assistant_tokens_schedule", "constant"),
                         ("assistant_confidence_threshold", 0.0)):
         setattr(assistant.generation_config, name, value)
@@ -98,7 +98,7 @@ def test_layer_cut_needs_as_many_passes_as_assisted_generation(world, layers):
 def test_a_confidence_stops_chains_as_transformers_does(world):
     """With a threshold the chains are as short as assisted generation's: equal passes, fewer drafted tokens."""
     target, model = world
-    drafter, assistant = opened("layer_cut", target, layers=5), cut(model, 6, 5)
+    drafter, assistant = opened("layer_cut", target, layers=5), cut(model, 6, list(range(5)))
     for name, value in (("num_assistant_tokens", 5), ("num_assistant_tokens_schedule", "constant"),
                         ("assistant_confidence_threshold", 0.6)):
         setattr(assistant.generation_config, name, value)
@@ -115,7 +115,7 @@ def test_a_confidence_stops_chains_as_transformers_does(world):
 def test_the_cut_model_is_the_targets_first_layers(world):
     """Its final state is the target's norm over the state that enters the layer at which it was cut."""
     target, model = world
-    small = cut(target.model, 6, 3)
+    small = cut(target.model, 6, [0, 1, 2])
     ids = torch.tensor([[5, 9, 14, 20]])
     taps = target.forward(ids, torch.arange(4)[None]).taps[..., -32:]  # entering layer 3
     with torch.inference_mode():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_parallel_train import repeating_run
-from tiny import call, chat_tokenizer, conversations, llama, load_target, write_prompts, write_recipe
+from tiny import call, chat_tokenizer, conversations, llama, load_target, write_prompts, write_recipe, write_traces
 from tiny_medusa import medusa_run
 from tiny_run import EVAL, cycling_target, tiny_run
 
@@ -28,6 +28,7 @@ from eval import doctor, serve_check, ship
 from eval import run as eval_run
 from eval.engine_run import Job, server
 from recipes.schema import Generation, Server, Trace
+from train import run as train_run
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).resolve().parent.parent
@@ -191,6 +192,33 @@ def test_vllm_serves_a_parallel_drafter(tmp_path, monkeypatch, capsys):
     assert call(serve_check.COMMAND, recipe, "--export.formats", "[native]", "--python", str(PYTHON), "--http",
                 "false") == 1
     assert "the engine accepts [" in capsys.readouterr().err
+
+
+def test_vllm_serves_a_small_model(tmp_path, monkeypatch, capsys):
+    """Cases 12, 13, 59: a trained small language model by draft_model: vLLM's greedy ids, the report's drafts and
+    acceptance to the count; another head is noticed."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model, run = tmp_path / "model", tmp_path / "runs" / "tiny"
+    llama(hidden=256).save_pretrained(model)
+    chat_tokenizer().save_pretrained(model)
+    write_traces(run, model, conversations(12, 3))
+    texts = write_prompts(tmp_path / "eval.jsonl", [f"{word} and {word}" for word in ("abc", "tea", "42", "no")])
+    recipe = write_recipe(tmp_path / "r.yaml", model, drafter={"kind": "small_lm", "options": {"layers": 5}},
+                          eval={**EVAL, "prompts": str(texts), "max_tokens": 24},
+                          train={"lr": 1e-4}, export={"formats": ["plain"], "check_prompts": 2, "check_tokens": 8})
+    assert call(train_run.COMMAND, recipe) == 0 == call(ship.COMMAND, recipe) == call(eval_run.COMMAND, recipe)
+    assert call(serve_check.COMMAND, recipe, "--python", str(PYTHON)) == 0, capsys.readouterr().err
+    found = json.loads((run / "serve" / "report.json").read_text())
+    assert found["greedy_equal"] and len(found["checks"]) == 2
+    for row in found["checks"]:
+        assert row["per_position"] == found["per_position_report"] and row["per_position"][0] > 0
+        assert row["drafts"] == row["drafts_report"]
+    path, proof = run / "export" / "plain" / "model.safetensors", run / "export" / "plain-check.json"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}, path, {"format": "pt"})
+    proof.write_text(json.dumps(json.loads(proof.read_text()) | {"files": ship.digests(path.parent)}))
+    assert call(serve_check.COMMAND, recipe, "--python", str(PYTHON), "--http", "false") == 1
+    assert "the engine " in capsys.readouterr().err
 
 
 def test_vllm_under_load(tmp_path, monkeypatch, capsys):

@@ -48,6 +48,7 @@ class Trainer:
         self.meter, self.note = metrics.Meter(), ""
         split = checkpoints.Split(section.batch_rows, plan.ranks, section.accumulation)
         self.parts = checkpoints.Parts(drafter, self.optimizer.optimizer, origin, settings, split, shapes)
+        self.steps, self.seconds = 0, 0.0  # of this process
         self.signalled = self.stop = False  # here; agreed by all ranks, so that all save together
 
     def resume(self) -> bool:
@@ -128,7 +129,9 @@ class Trainer:
         self.progress.step += 1
         self.progress.tokens += int(tokens)
         self.progress.rows += int(rows)
-        self.meter.add(outputs, int(tokens), time.perf_counter() - began)
+        spent = time.perf_counter() - began
+        self.meter.add(outputs, int(tokens), spent)
+        self.steps, self.seconds = self.steps + 1, self.seconds + spent
         return self.figures(norm)
 
     def load(self, rows: list[int]) -> Batch:

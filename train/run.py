@@ -35,6 +35,8 @@ from train.checkpoints import Progress, together
 from train.launch import start
 from train.loop import Trainer
 
+TIMING = "checkpoints/timing.json"  # optimizer steps of the process that ended the run, and the seconds inside them
+
 
 def check_target(reader: RowReader, target: Target) -> None:
     """ConfigError where the traces are of another target (case 36)."""
@@ -182,6 +184,8 @@ def work(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
     if accelerator.is_main_process:
         progress = trainer.progress
         write_json(folder / "checkpoints" / "curve.json", progress.curve)
+        if trainer.steps:
+            write_json(folder / TIMING, {"steps": trainer.steps, "seconds": trainer.seconds})
         print(f"trained: {progress.step} steps, {progress.tokens} tokens, {progress.skipped} steps without loss; "
               f"best replayed acceptance length {progress.best_length:.3f} at step {progress.best_step}"
               + (f", {progress.curve[0]['mean_length']:.3f} before the first" if begun.origin else ""))

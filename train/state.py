@@ -68,7 +68,8 @@ def restore(optimizer: Any, drafter: nn.Module, weights: dict[str, Tensor], stor
 
     Raises RunError where they do not fit.
     """
-    parameters = dict(drafter.named_parameters())
+    held = drafter.tensors().keys()  # what is the target's own comes from the target
+    parameters = {name: p for name, p in drafter.named_parameters() if name in held}
     check(parameters, weights, stored)
     with torch.no_grad(), gathered(drafter, write=True):
         for name, p in parameters.items():

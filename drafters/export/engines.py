@@ -31,7 +31,7 @@ class Engine:
 
 
 # What vLLM calls the method of a layout; all that is not here is EAGLE-3.
-METHODS = {"medusa": "medusa", "medusa-original": "medusa"}
+METHODS = {"medusa": "medusa", "medusa-original": "medusa", "plain": "draft_model"}
 
 
 def method_of(layout: str) -> str:
@@ -41,7 +41,7 @@ def method_of(layout: str) -> str:
 
 ENGINES = {
     "vllm": Engine(
-        "vLLM", "0.32", ("native", "speculators", "medusa"),
+        "vLLM", "0.32", ("native", "speculators", "medusa", "plain"),
         {"fc_norm": "pull request 42764 (May 2026)",
          "norm_output": "pull request 42764, in the speculators layout 46488 (June 2026)",
          "norm_before_residual": "all versions that read the speculators layout"},

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drafters.export import check, check_medusa, check_speculators, medusa
+from drafters.export import check, check_medusa, check_speculators, medusa, small_lm
 from drafters.export.foreign import Imported, from_native
 from drafters.export.kinds import KINDS, VARIANTS, kind_of, mask_token
 from drafters.export.native import check_meta, native_config, native_tensors
@@ -102,6 +102,11 @@ LAYOUTS: dict[str, Layout] = {
         lambda meta, dtype, served: medusa.original_config(meta, dtype, served.drafted),
         lambda state, meta, dtype, served: medusa.original_tensors(state, meta, dtype, served.head),
         medusa.from_original, **of_medusa(medusa.ORIGINAL)),
+    small_lm.PLAIN: Layout(
+        lambda meta, dtype, served: small_lm.plain_config(meta, dtype),
+        lambda state, meta, dtype, served: small_lm.plain_tensors(state, meta, dtype, served.embedding, served.head),
+        small_lm.from_plain, small_lm.flat, small_lm.violations, carries_embedding=False, kinds=("small_lm",),
+        check_meta=small_lm.check_meta, structure=lambda meta: small_lm.STRUCTURE, said=small_lm.said),
 }
 
 

@@ -61,9 +61,10 @@ def target_reference(model: str) -> str:
 
 def speculation(drafter: str, drafted: int, method: str = "eagle3", parallel: bool = False) -> dict[str, Any]:
     """vLLM's `speculative_config`. parallel: all tokens in one pass; without it vLLM would draft token by token, and
-    skip the learned state with a warning."""
-    return {"method": method, "model": drafter, "num_speculative_tokens": drafted,
-            "draft_tensor_parallel_size": 1} | ({"parallel_drafting": True} if parallel else {})
+    skip the learned state with a warning. A draft_model is shared among the target's GPUs, as vLLM wants it."""
+    shared = {} if method == "draft_model" else {"draft_tensor_parallel_size": 1}
+    return {"method": method, "model": drafter, "num_speculative_tokens": drafted} | shared | (
+        {"parallel_drafting": True} if parallel else {})
 
 
 def speculative_config(deployment: Deployment) -> str:
@@ -136,7 +137,7 @@ fi
 speculative() {{
   python3 -c 'import json, sys
 print(json.dumps({{"method": "{method}", "model": sys.argv[1], "num_speculative_tokens": int(sys.argv[2]),
-                  "draft_tensor_parallel_size": 1{parallel}}}))' "$here" "$drafted"
+                  {more}}}))' "$here" "$drafted"
 }}
 refuse() {{ echo "serve.sh: not with this drafter: $1" >&2; exit 2; }}
 case "$engine" in
@@ -182,9 +183,11 @@ def serve_script(deployment: Deployment) -> str:
         text = f"    refuse {shlex.quote('; '.join(reasons))} ;;" if reasons else body.format(
             tensorrt=settings, transfer=shlex.quote(TRANSFER))
         cases.append(f"  {name})\n{text}")
+    told = speculation("", 1, method_of(deployment.layout), deployment.parallel)
+    further = "".join(f"{json.dumps(key)}: {value!r}, " for key, value in told.items()
+                      if key not in ("method", "model", "num_speculative_tokens"))
     return SCRIPT.format(target=shlex.quote(deployment.target), unnamed=UNNAMED, drafted=int(deployment.drafted),
-                         parallel=', "parallel_drafting": True' * deployment.parallel,
-                         method=method_of(deployment.layout), cases="\n".join(cases))
+                         more=further, method=method_of(deployment.layout), cases="\n".join(cases))
 
 
 SERVE = """# Serving this drafter
