@@ -38,6 +38,7 @@ class Options:
     layers: NonNegativeInt = opt(0, "layers of the target that it begins as; 0 is a third of them")
     pick: Literal["spread", "first"] = opt("spread", "which these are: evenly spread, the first and the last among "
                                                      "them, or the first ones")
+    keep: list[NonNegativeInt] = opt([], "these layers of the target, by number, rising; empty: as layers and pick say")
     train_vocabulary: bool = opt(False, "train the embedding and the head too")
     loss: Literal["kl", "reverse_kl", "tv", "lk"] = opt("kl", "divergence from the target, or its acceptance: tv, and "
                                                               "lk, which goes from kl to tv as acceptance grows")
@@ -55,6 +56,10 @@ class Options:
             raise ValueError("on_policy: its own tokens would teach it; use labels: distribution or greedy")
         if self.sibling and self.layers:
             raise ValueError(f"layers = {self.layers}: are those of the target; leave it 0 with a sibling")
+        if self.keep and (self.sibling or self.layers):
+            raise ValueError(f"keep = {self.keep}: names the layers itself; leave layers 0 and sibling empty with it")
+        if self.keep != sorted(set(self.keep)):
+            raise ValueError(f"keep = {self.keep}: must rise; name each layer once, from the first on")
 
     @property
     def depth(self) -> int:
@@ -217,7 +222,8 @@ class SmallLM(StandaloneLM):
         self.write(ids, torch.tensor(places, device=ids.device), N, generator)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()
         target, = self.reader
-        final = target.forward(ids.to(target.device), positions.to(target.device), logits=False).final
+        with torch.autocast(target.device.type, enabled=False):  # in the precision that it is traced and served in
+            final = target.forward(ids.to(target.device), positions.to(target.device), logits=False).final
         final = final.clone().to(batch.final.device, batch.final.dtype)
         return Batch(ids, turns, batch.taps[:1, :1].expand(*ids.shape, -1), final)
 

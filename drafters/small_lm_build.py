@@ -21,7 +21,12 @@ EXPECTED_LENGTHS = ((1.2, 3.0), "at best what a good sibling model of a tenth of
 
 
 def kept_layers(options: Options, depth: int) -> list[int]:
-    """Layers of a target of `depth` that the drafter begins as. ConfigError where they are not fewer."""
+    """Layers of a target of `depth` that the drafter begins as. ConfigError where they are not fewer, or not its."""
+    if options.keep:
+        if options.keep[-1] >= depth or len(options.keep) == depth:
+            raise ConfigError(f"drafter.options.keep = {options.keep}: must name fewer than all of the target's "
+                              f"layers 0 to {depth - 1}")
+        return list(options.keep)
     count = options.layers or max(1, depth // 3)
     if count >= depth:
         raise ConfigError(f"drafter.options.layers = {count}: must be fewer than the target's {depth}")
@@ -79,7 +84,11 @@ def empty(config: dict[str, Any]) -> nn.Module:
 
 
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> SmallLM:
-    """A drafter for a loaded target; counts and seed do not matter: nothing in it is random."""
+    """A drafter for a loaded target; counts and seed do not matter: nothing in it is random. ConfigError
+    where processes that share the target would have to read unlike texts with it."""
+    if options.on_policy and target.section.tp_plan:
+        raise ConfigError(f"drafter.options.on_policy = {options.on_policy}: every process reads text of its own, "
+                          "which a target that they share cannot; leave target.tp_plan empty, or on_policy 0")
     model = from_sibling(options.sibling, target) if options.sibling else from_target(options, target)
     shape = Shape(target.vocab_size, target.vocab_size, target.hidden, target.depth, config_of(model))
     return SmallLM(options, shape, model, target)

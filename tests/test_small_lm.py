@@ -2,6 +2,7 @@
 everything anew, text of its own, and what is refused."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,11 +58,16 @@ def test_which_layers_it_begins_as():
     assert len(kept(30)) == 10 and kept(6, layers=1) == [0]
     with pytest.raises(ConfigError, match="layers = 6: must be fewer than the target's 6"):
         kept(6, layers=6)
+    assert kept(6, keep=[0, 3, 5]) == [0, 3, 5]
+    for wrong in ([0, 6], [0, 1, 2, 3, 4, 5]):
+        with pytest.raises(ConfigError, match="must name fewer than all of the target.s layers 0 to 5"):
+            kept(6, keep=wrong)
 
 
-def test_its_weights_are_the_targets_layers_and_its_own(target):
+@pytest.mark.parametrize("options", [{"layers": 3}, {"layers": 2, "pick": "first"}, {"keep": [0, 3, 4]}])
+def test_its_weights_are_the_targets_layers_and_its_own(target, options):
     """Layer i is the kept one, bit for bit; training it leaves the target as it was."""
-    drafter, theirs = made(target, layers=3), target.model.state_dict()
+    drafter, theirs = made(target, **options), target.model.state_dict()
     kept, ours = kept_layers(drafter.options, L), drafter.model.state_dict()
     for name, tensor in ours.items():
         number = name.split(".")[2] if ".layers." in name else ""
@@ -88,14 +94,17 @@ def plain_loss(drafter, target, row, loss: str, labels: str) -> tuple[torch.Tens
             continue
         p, q = teacher[t].exp(), logits[t]
         token = int(ids[t + 1]) if labels == "token" else int(p.argmax())
-        value = {"kl": -(p * q).sum(), "reverse_kl": (q.exp() * (q - p.log())).sum(),
-                 "tv": 1 - torch.minimum(p, q.exp()).sum()}[loss]
+        kl, accepted = -(p * q).sum(), torch.minimum(p, q.exp()).sum()
+        share = (-drafter.options.lk_eta * accepted.detach()).exp()
+        value = {"kl": kl, "reverse_kl": (q.exp() * (q - p.log())).sum(), "tv": 1 - accepted,
+                 "lk": share * kl + (1 - share) * (1 - accepted)}[loss]
         total, n = total + (value if labels == "distribution" else -q[token]), n + 1
     return total, n
 
 
 @pytest.mark.parametrize("loss, labels", [
-    ("kl", "distribution"), ("reverse_kl", "distribution"), ("tv", "distribution"), ("kl", "greedy"), ("kl", "token")])
+    ("kl", "distribution"), ("reverse_kl", "distribution"), ("tv", "distribution"), ("lk", "distribution"),
+    ("kl", "greedy"), ("kl", "token")])
 def test_loss_and_gradient_are_the_plain_formula(target, rows, loss, labels):
     """Two rows of unlike length in a batch equal each alone; the head's gradient too, where it is trained."""
     drafter = made(target, layers=3, loss=loss, labels=labels, train_vocabulary=True)
@@ -181,6 +190,11 @@ def test_text_of_its_own_is_taught_by_the_target(target, rows):
         states = target.model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0]
         torch.testing.assert_close(written.final[r, : place + 6], states, rtol=1e-4, atol=1e-4)
     assert drafter.count(written) == 10
+    with torch.autocast("cpu", torch.bfloat16):  # of a bfloat16 training: its target reads in its own precision
+        cast = drafter.own_text(batch, torch.Generator().manual_seed(3))
+    states = target.model.get_decoder()(cast.ids[:1], use_cache=False).last_hidden_state
+    n = int(cast.turns[0].nonzero()[-1]) + 1
+    torch.testing.assert_close(cast.final[0, :n], states[0, :n], rtol=1e-4, atol=1e-4)
     out = drafter(batch, seed=3)
     generator = torch.Generator().manual_seed(3)
     torch.rand((), generator=generator)
@@ -264,7 +278,10 @@ def test_a_sibling_is_taken_as_it_is(target, folder, tmp_path):
 @pytest.mark.parametrize("options, said", [
     ({"loss": "reverse_kl", "labels": "token"}, "reverse_kl is infinite"),
     ({"on_policy": 0.5, "labels": "token"}, "its own tokens would teach it"),
-    ({"sibling": "x", "layers": 2}, "leave it 0 with a sibling"), ({"on_policy": 1.5}, "on_policy")])
+    ({"sibling": "x", "layers": 2}, "leave it 0 with a sibling"),
+    ({"keep": [1], "layers": 2}, "names the layers itself"),
+    ({"keep": [1], "sibling": "x"}, "names the layers itself"), ({"keep": [2, 1]}, "must rise"),
+    ({"keep": [1, 1]}, "must rise"), ({"on_policy": 1.5}, "on_policy")])
 def test_options_that_mean_nothing_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         options_of("small_lm", options)
@@ -284,6 +301,13 @@ def test_a_checkpoint_folder_of_it(target, tmp_path):
     with pytest.raises(ConfigError, match="do not fit the drafter"):
         checkpoint.load(tmp_path, target)
     target.tap(LAYERS)
+
+
+def test_text_of_its_own_needs_a_target_of_its_own(target, monkeypatch):
+    """Processes that share the target would wait for one another for ever; a sibling is refused as a cut is."""
+    monkeypatch.setattr(target, "section", replace(target.section, tp_plan="auto"))
+    with pytest.raises(ConfigError, match="on_policy = 0.5: every process reads text of its own"):
+        made(target, sibling="x", on_policy=0.5)
 
 
 def test_rows_without_a_place_to_begin_write_nothing(target, rows):

@@ -10,7 +10,7 @@ from launched import assert_close, counts
 from safetensors.torch import load_file, save_file
 from test_report import SCHEMA, violations
 from test_train_distributed import DDP, PLAIN, ZERO3, launch, result
-from tiny import call, conversations, write_prompts, write_recipe, write_target, write_traces
+from tiny import call, conversations, load_target, write_prompts, write_recipe, write_target, write_traces
 from tiny_run import EVAL, counted_rows, counting_target
 from tiny_trainer import assert_resumes, trained_parameters, trainer_base, trainers, weights
 from transformers import AutoModelForCausalLM
@@ -95,6 +95,12 @@ def test_train_export_eval_and_doctor_from_end_to_end(trained, capsys):
     model = AutoModelForCausalLM.from_pretrained(out)
     best = load_file(checkpoint.best(run / "checkpoints") / checkpoint.WEIGHTS)
     assert all(torch.equal(p, best[f"model.{name}"]) for name, p in model.named_parameters() if "layers" in name)
+    target = load_target(trained.parent / "model", "float32")
+    ours = checkpoint.load(checkpoint.best(run / "checkpoints"), target).model.eval()
+    ours.set_attn_implementation(model.config._attn_implementation)
+    ids = torch.tensor([[3, 9, 14, 20, 33, 5]])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, ours(ids).logits)
     assert '"method": "draft_model"' in (out / "SERVE.md").read_text()
     assert "draft_tensor_parallel_size" not in (out / "serve.sh").read_text()
     assert call(eval_run.COMMAND, trained) == 0
