@@ -18,6 +18,7 @@ from drafters.registry import entry, options_of
 from recipes.cli import run_folder
 from recipes.errors import ConfigError, RunError
 from recipes.files import sha256_json, write_json, write_text, written
+from recipes.launched import end_with_parent
 from recipes.loader import dump_values, parse_into
 from recipes.schema import Contender, Recipe
 
@@ -79,8 +80,8 @@ def own_recipe(recipe: Recipe, one: Contender, where: str) -> Recipe:
 
 
 def by_subprocess(arguments: list[str]) -> int:
-    """A stage as a process of its own; its output is this one's."""
-    return subprocess.run([sys.executable, *arguments]).returncode
+    """A stage as a process of its own, whose output is this one's, and which ends where this one is killed."""
+    return subprocess.run([sys.executable, *arguments], preexec_fn=end_with_parent).returncode
 
 
 class Contest:

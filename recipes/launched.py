@@ -28,7 +28,13 @@ def by_accelerate() -> bool:
 def end_with_launcher() -> None:
     """Asks Linux for SIGTERM when the launcher dies: accelerate's single-process launcher passes no signal on, none
     passes kill -9 on, and what is left behind would go on unseen. Processes without a launcher are left alone."""
-    if sys.platform == "linux" and (by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ):
+    if by_accelerate() or "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Asks Linux for SIGTERM when the process that started this one dies; elsewhere this does nothing."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
 
 

@@ -1,11 +1,14 @@
 """`make compare RECIPE=...`: drafters of one recipe on the same traces, with the same time each."""
 
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from test_engine_run import gone, until
 from tiny import call, write_prompts, write_recipe
 from tiny_run import EVAL, cycling_target
 
@@ -103,6 +106,17 @@ def test_a_failing_stage_is_named(held, capsys):
         with pytest.raises(RunError, match=said[:20]) as error:
             Contest(load_recipe(recipe), "r", lambda arguments, code=code: code).hold()
         assert said in str(error.value)
+
+
+def test_a_stage_ends_with_the_comparison(tmp_path):
+    """kill -9 of the comparison: the stage that it runs is ended too, and holds no run folder (case 61)."""
+    stage = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = f"from eval.contest import by_subprocess; by_subprocess(['-c', {stage!r}])"
+    parent, path = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT), tmp_path / "pid"
+    assert until(lambda: path.is_file() and path.read_text())
+    parent.kill()
+    parent.wait()
+    assert until(lambda: gone(int(path.read_text())), 30)
 
 
 @pytest.mark.parametrize("drafters, said", [
