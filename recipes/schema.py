@@ -435,7 +435,8 @@ class Contest:
     drafters: list[Contender] = opt([], "the drafters: {name, kind, options, path, train, eval} each")
     minutes: NonNegativeFloat = opt(20.0, "minutes of training steps that each one gets, by steps timed before; 0: "
                                           "each has train.epochs instead")
-    probe_steps: PositiveInt = opt(40, "optimizer steps of the short training that times a step")
+    probe_steps: Annotated[int, Field(ge=2, lt=2**31)] = opt(40, "optimizer steps of the short training that times a "
+                                                                 "step")
 
 
 @dataclass

@@ -48,7 +48,7 @@ class Trainer:
         self.meter, self.note = metrics.Meter(), ""
         split = checkpoints.Split(section.batch_rows, plan.ranks, section.accumulation)
         self.parts = checkpoints.Parts(drafter, self.optimizer.optimizer, origin, settings, split, shapes)
-        self.steps, self.seconds = 0, 0.0  # of this process
+        self.steps, self.seconds, self.first = 0, 0.0, 0.0  # of this process; seconds of its first step
         self.signalled = self.stop = False  # here; agreed by all ranks, so that all save together
 
     def resume(self) -> bool:
@@ -131,7 +131,7 @@ class Trainer:
         self.progress.rows += int(rows)
         spent = time.perf_counter() - began
         self.meter.add(outputs, int(tokens), spent)
-        self.steps, self.seconds = self.steps + 1, self.seconds + spent
+        self.steps, self.seconds, self.first = self.steps + 1, self.seconds + spent, self.first or spent
         return self.figures(norm)
 
     def load(self, rows: list[int]) -> Batch:

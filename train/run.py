@@ -35,7 +35,7 @@ from train.checkpoints import Progress, together
 from train.launch import start
 from train.loop import Trainer
 
-TIMING = "checkpoints/timing.json"  # optimizer steps of the process that ended the run, and the seconds inside them
+TIMING = "checkpoints/timing.json"  # optimizer steps of the process that ended the run, the seconds inside them and in the first
 
 
 def check_target(reader: RowReader, target: Target) -> None:
@@ -185,7 +185,7 @@ def work(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
         progress = trainer.progress
         write_json(folder / "checkpoints" / "curve.json", progress.curve)
         if trainer.steps:
-            write_json(folder / TIMING, {"steps": trainer.steps, "seconds": trainer.seconds})
+            write_json(folder / TIMING, {"steps": trainer.steps, "seconds": trainer.seconds, "first": trainer.first})
         print(f"trained: {progress.step} steps, {progress.tokens} tokens, {progress.skipped} steps without loss; "
               f"best replayed acceptance length {progress.best_length:.3f} at step {progress.best_step}"
               + (f", {progress.curve[0]['mean_length']:.3f} before the first" if begun.origin else ""))
