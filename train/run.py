@@ -35,7 +35,8 @@ from train.checkpoints import Progress, together
 from train.launch import start
 from train.loop import Trainer
 
-TIMING = "checkpoints/timing.json"  # optimizer steps of the process that ended the run, the seconds inside them and in the first
+# Optimizer steps of the process that ended the run, the seconds inside them, and those of the first.
+TIMING = "checkpoints/timing.json"
 
 
 def check_target(reader: RowReader, target: Target) -> None:
