@@ -62,7 +62,8 @@ def engines(target: Target, stock: Stock, drafter: Drafter, K: int, max_tokens: 
     decoder = Decoder(target, max_tokens)
     ours = {"chain": (drafter, K), "tree": (drafter, tree_of(options)), "lookup": (untrained(target, "lookup", {}), K),
             "assisted": (untrained(target, "layer_cut", {"layers": options.cut_layers}), K)}
-    assistant = cut(stock.model, target.depth, len(ours["assisted"][0].model.get_decoder().layers))
+    assistant = cut(stock.model, target.depth,
+                    list(range(len(ours["assisted"][0].model.get_decoder().layers))))
     for name, value in (("num_assistant_tokens", K), ("num_assistant_tokens_schedule", "constant"),
                         ("assistant_confidence_threshold", 0.0)):
         setattr(assistant.generation_config, name, value)

@@ -25,6 +25,7 @@ from recipes.schema import Contender, Recipe
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1",
           "--mixed_precision", "no", "--dynamo_backend", "no")
+MOST_EPOCHS = 10_000  # that train.epochs takes
 TIMING = "checkpoints/timing.json"  # of a training, as train/run.py writes it
 Stage = Callable[[list[str]], int]  # runs Python with these arguments; its exit code
 
@@ -135,10 +136,10 @@ class Contest:
         share_traces(self.run / "traces", probe_run / "traces")
         self.do(f"{one.name}: {section.probe_steps} steps, to time them", script, probe, f"{one.name}-probe")
         found = timing(probe_run)
-        if not found:
+        if not found.get("first"):
             raise RunError(f"{probe_run}: was trained before it was timed; delete this folder and run again")
         each = (found["seconds"] - found["first"]) / (found["steps"] - 1)  # the first one makes room and compiles
-        steps = max(1, int(60 * section.minutes / each))
+        steps = max(1, int(min(60 * section.minutes / each, MOST_EPOCHS * in_epoch)))
         write_json(path, {"key": key, "epochs": steps / in_epoch, "steps": steps, "rows": rows, "seconds_a_step": each})
         return steps / in_epoch
 

@@ -14,7 +14,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from eval import roi_refuse as refuse
 from eval.figures import UNBOUNDED
 from eval.roi_files import Steps
-from eval.roi_names import draft_of, kind_of
+from eval.roi_names import OWN_WEIGHTS, draft_of, kind_of
 from eval.roi_refuse import Conditions
 from eval.roi_validate import read_json
 from recipes.draft_cost import DraftSize
@@ -59,7 +59,8 @@ class Acceptance:
     training_gpu_hours: NonNegativeFloat = opt(0.0, "GPU hours that its training took, its data included; 0: not "
                                                     "known, or nothing was trained")
     size: dict[str, Any] = opt({}, "sizes of the drafter; empty: as wide as its target")
-    layers: NonNegativeInt = opt(0, "of a layer_cut: 0 is a third of the target's; of EAGLE-3, parallel: 0 is one")
+    layers: NonNegativeInt = opt(0, "of a layer_cut, small_lm: 0 is a third of the target's; of EAGLE-3, parallel: 0 "
+                                    "is one")
     vocab: NonNegativeInt = opt(0, "EAGLE-3, parallel, Medusa: tokens that it can propose; 0: as the measured steps "
                                    "have it, else 32,000, of Medusa the target's vocabulary")
     blocks: PositiveInt = opt(1, "Medusa: residual blocks of a head")
@@ -160,7 +161,10 @@ def shape_of_kind(drafter: dict[str, Any]) -> dict[str, int]:
         return {"vocab": drafter.get("draft_vocab_size") or 0, "blocks": options.get("num_layers", 1)}
     if drafter["kind"] in EAGLES:
         return {"vocab": drafter.get("draft_vocab_size") or 0, "layers": options.get("num_layers", 1)}
-    return {"layers": options.get("layers", 0)}
+    if options.get("sibling"):
+        raise ConfigError(f"drafter.options.sibling = {options['sibling']}: the planner does not know its sizes; write "
+                          f"what is known of it as {ACCEPTANCE}, with a named shape as kind")
+    return {"layers": len(options.get("keep") or []) or options.get("layers", 0)}
 
 
 def bits_of(model: str, dtype: str, quantised: Mapping[str, float]) -> float:
@@ -220,4 +224,4 @@ def draft_for(found: Acceptance, shape: ModelShape, steps: Steps) -> Draft:
             timed = replace(timed, size=replace(timed.size, draft_vocab=found.vocab, layers=found.layers or 1))
         return timed
     draft = draft_of(found.kind, shape, layers=found.layers, vocab=found.vocab, blocks=found.blocks)
-    return replace(draft, bits=steps.drafter.get("bits", 16.0)) if same and kind == "medusa" else draft
+    return replace(draft, bits=steps.drafter.get("bits", 16.0)) if same and kind in OWN_WEIGHTS else draft

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from eval import roi_refuse as refuse
 from eval.roi_calibrate import NAMES, NOISE, Fit, Observation, errors, fit, left_out
-from eval.roi_names import draft_of, hardware_named, kind_of, products_dtype
+from eval.roi_names import OWN_WEIGHTS, draft_of, hardware_named, kind_of, products_dtype
 from eval.roi_validate import read_json
 from recipes.cost import Format
 from recipes.draft_cost import DraftSize
@@ -87,7 +87,7 @@ class DrafterEntry:
     kind: str = opt("eagle3", "kind, or a named shape")
     size: dict[str, Any] = opt({}, "sizes of an EAGLE-3 or parallel drafter; empty: as wide as the target")
     bits: PositiveFloat = opt(16.0, "bits of its weights")
-    layers: NonNegativeInt = opt(0, "of a layer_cut; 0 is a third of the target's")
+    layers: NonNegativeInt = opt(0, "of a layer_cut or small_lm; 0 is a third of the target's")
     vocab: NonNegativeInt = opt(0, "Medusa: tokens that a head can propose; 0 is the target's vocabulary")
     blocks: PositiveInt = opt(1, "Medusa: residual blocks of a head")
 
@@ -128,7 +128,7 @@ class Steps:
             return Draft(kind_of(kind), parse_into(DraftSize, size, "steps: drafter.size"), bits=bits)
         known = {key: self.drafter[key] for key in OF_KINDS if key in self.drafter}
         draft = draft_of(kind, shape_in(self.target), **known)
-        return dataclasses.replace(draft, bits=bits) if draft.kind == "medusa" else draft
+        return dataclasses.replace(draft, bits=bits) if kind_of(kind) in OWN_WEIGHTS else draft
 
     def observations(self, held_out: bool = False) -> list[Observation]:
         place, draft = self.place(), self.draft()

@@ -21,6 +21,7 @@ from drafters.base import Drafter
 from drafters.fast_cpu import use_skinny_linear
 from drafters.placement import on_one_process
 from drafters.registry import entry, options_of
+from drafters.small_lm_build import kept_layers
 from drafters.target import Target
 from eval.decode import Decoder, Output, Rows
 from eval.plan import draft_size, read_config
@@ -33,7 +34,7 @@ from recipes.model_shape import shape_of
 from recipes.provenance import stamp
 from recipes.schema import Recipe
 
-UNSIZED = ("lookup", "layer_cut", "medusa")  # drafters whose cost follows from the target and an option or two
+UNSIZED = ("lookup", "layer_cut", "medusa", "small_lm")  # whose cost follows from the target and an option or two
 CYCLES = 8  # of one run; the first, after the prompts, is not counted
 
 
@@ -200,6 +201,14 @@ def drafter_of(recipe: Recipe, opened: Drafter | None = None) -> dict[str, Any]:
         if kind == "medusa":
             vocab = opened.shape.draft_vocab_size if opened else options.draft_vocab_size
             return found | {"vocab": vocab, "blocks": (opened.options if opened else options).num_layers}
+        if kind == "small_lm":
+            own = opened.options if opened else options
+            if own.sibling:
+                raise ConfigError(f"drafter.options.sibling = {own.sibling}: the planner knows the cost of a drafter "
+                                  "that began as layers of its target; fill in steps.json by hand, with a named shape "
+                                  "as drafter.kind (docs/roi.md)")
+            shape = shape_of(read_config(recipe), f"target.model = {recipe.target.model}")
+            return found | {"layers": len(kept_layers(own, shape.layers))}
         layers = getattr(options, "layers", 0)
         return found | ({"layers": layers} if layers else {})
     config = read_config(recipe)

@@ -9,7 +9,7 @@ from recipes.errors import ConfigError
 from recipes.hardware import Hardware, spelt
 from recipes.model_shape import ModelShape
 from recipes.named_shapes import named, short_shape
-from recipes.speculation import IN_TURNS, KINDS, OVERLAP, Draft, Place
+from recipes.speculation import IN_TURNS, KINDS, OVERLAP, Draft, Place, some_layers
 
 DRAFT_VOCAB = 32000
 ALIASES = {  # kind: what others call it, letters and digits only
@@ -21,6 +21,7 @@ ALIASES = {  # kind: what others call it, letters and digits only
     "lookup": "lookup ngram promptlookup pld suffix suffixdecoding",
     "none": "none ar autoregressive plain vanilla baseline nospeculation",
 }
+OWN_WEIGHTS = ("medusa", "small_lm")  # kinds without sizes in a file whose weights have bits of their own
 KIND_OF = {word: kind for kind, words in ALIASES.items() for word in words.split()}
 
 
@@ -61,14 +62,17 @@ def eagle_size(shape: ModelShape, taps: int = 3, draft_vocab: int = DRAFT_VOCAB,
 
 def draft_of(name: str, shape: ModelShape, models: dict[str, Any] | None = None, layers: int = 0, vocab: int = 0,
              blocks: int = 1) -> Draft:
-    """A drafter of this kind, or the standalone model of this name. `layers` of a layer_cut: 0 is a third of the
-    target's; of EAGLE-3: 0 is one; `vocab` that it proposes: 0 is 32,000; `vocab`, `blocks` of Medusa's heads as in
-    Draft. EAGLE of the first two papers reads one state and scores the whole vocabulary. ConfigError for neither."""
+    """A drafter of this kind, or the standalone model of this name. `layers` of a layer_cut or a small_lm: 0 is a
+    third of the target's; of EAGLE-3: 0 is one; `vocab` that it proposes: 0 is 32,000; `vocab`, `blocks` of Medusa's
+    heads as in Draft. EAGLE of the first two papers reads one state and scores the whole vocabulary. ConfigError for
+    neither."""
     kind = kind_of(name)
     if kind in ("eagle3", "parallel"):
         return Draft(kind, eagle_size(shape, draft_vocab=vocab or DRAFT_VOCAB, layers=layers or 1))
     if kind == "eagle":
         return Draft("eagle3", eagle_size(shape, taps=1, draft_vocab=shape.vocab))
+    if kind == "small_lm":  # weights of its own, unlike a layer_cut's
+        return Draft("model", model=some_layers(shape, layers or max(1, shape.layers // 3)))
     if kind == "layer_cut":
         return Draft(kind, layers=layers or max(1, shape.layers // 3))
     if kind == "medusa":

@@ -433,8 +433,8 @@ class Contest:
     """Drafters that `make compare RECIPE=...` trains on the same traces and evaluates alike (docs/drafters.md)."""
 
     drafters: list[Contender] = opt([], "the drafters: {name, kind, options, path, train, eval} each")
-    minutes: NonNegativeFloat = opt(20.0, "minutes of training steps that each one gets, by steps timed before; 0: "
-                                          "each has train.epochs instead")
+    minutes: Annotated[float, Field(ge=0, le=1e6)] = opt(
+        20.0, "minutes of training steps that each one gets, by steps timed before; 0: each has train.epochs instead")
     probe_steps: Annotated[int, Field(ge=2, lt=2**31)] = opt(40, "optimizer steps of the short training that times a "
                                                                  "step")
 

@@ -13,7 +13,7 @@ from eval.roi_names import eagle_size
 from eval.roi_refuse import Refusal
 from recipes.errors import ConfigError
 from recipes.named_shapes import named, short_shape
-from recipes.speculation import Draft
+from recipes.speculation import Draft, some_layers
 
 calibrated, world = roi_world.calibrated, roi_world.world
 
@@ -189,3 +189,17 @@ def test_a_layer_cut_is_a_drafter(world):
 def test_other_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="schema 'x': must be an eval/report.json or drafthouse.acceptance/1"):
         read(tmp_path, {"schema": "x"})
+
+
+def test_a_small_model_is_some_of_its_targets_layers(tmp_path):
+    """Its steps and its report name as many; its weights are its own, with bits of their own. One that began as a
+    sibling is of sizes that nobody knows here."""
+    shape = short_shape(named(MODEL), MODEL)
+    made = Steps(target={"model": MODEL}, hardware={"name": "h100-sxm"},
+                 drafter={"kind": "small_lm", "layers": 4, "bits": 8.0})
+    assert made.draft() == Draft("model", model=some_layers(made.place().shape, 4), bits=8.0)
+    for options, layers in (({"layers": 4, "keep": []}, 4), ({"layers": 0, "keep": [0, 3, 9]}, 3)):
+        accepted = read(tmp_path, report(drafter={"kind": "small_lm", "options": options}))
+        assert draft_for(accepted, shape, made) == Draft("model", model=some_layers(shape, layers), bits=8.0)
+    with pytest.raises(ConfigError, match="sibling = other: the planner does not know its sizes"):
+        read(tmp_path, report(drafter={"kind": "small_lm", "options": {"sibling": "other"}}))

@@ -159,7 +159,7 @@ def test_a_plain_folder_is_the_model(tmp_path, tied, monkeypatch):
     if tied:
         model.config.tie_word_embeddings = True
         model.tie_weights()
-    small, out = cut(model, 6, 2), tmp_path / "out"
+    small, out = cut(model, 6, [0, 1]), tmp_path / "out"
     plain.write_model(small, out)
     read, ids = plain_model(out, torch.float32), torch.tensor([[5, 9, 14]])
     assert read.config.num_hidden_layers == 2
