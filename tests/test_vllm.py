@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from test_parallel_train import repeating_run
 from tiny import call, chat_tokenizer, conversations, llama, load_target, write_prompts, write_recipe, write_traces
 from tiny_medusa import medusa_run
-from tiny_run import EVAL, cycling_target, tiny_run
+from tiny_run import EVAL, counted_rows, counting_target, cycling_target, tiny_run
 
 from data.backends.base import Losses
 from data.backends.server import ServerBackend
@@ -198,14 +198,12 @@ def test_vllm_serves_a_small_model(tmp_path, monkeypatch, capsys):
     """Cases 12, 13, 59: a trained small language model by draft_model: vLLM's greedy ids, the report's drafts and
     acceptance to the count; another head is noticed."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    model, run = tmp_path / "model", tmp_path / "runs" / "tiny"
-    llama(hidden=256).save_pretrained(model)
-    chat_tokenizer().save_pretrained(model)
-    write_traces(run, model, conversations(12, 3))
-    texts = write_prompts(tmp_path / "eval.jsonl", [f"{word} and {word}" for word in ("abc", "tea", "42", "no")])
-    recipe = write_recipe(tmp_path / "r.yaml", model, drafter={"kind": "small_lm", "options": {"layers": 5}},
-                          eval={**EVAL, "prompts": str(texts), "max_tokens": 24},
-                          train={"lr": 1e-4}, export={"formats": ["plain"], "check_prompts": 2, "check_tokens": 8})
+    model, run = counting_target(tmp_path / "model"), tmp_path / "runs" / "tiny"
+    write_traces(run, model, counted_rows(8, 2))
+    texts = write_prompts(tmp_path / "eval.jsonl", [f"say {word}" for word in ("abc", "tea", "42", "no")])
+    recipe = write_recipe(tmp_path / "r.yaml", model, drafter={"kind": "small_lm", "options": {"layers": 2}},
+                          eval={**EVAL, "prompts": str(texts)}, train={"epochs": 2.0, "lr": 0.001},
+                          export={"formats": ["plain"], "check_prompts": 2, "check_tokens": 8})
     assert call(train_run.COMMAND, recipe) == 0 == call(ship.COMMAND, recipe) == call(eval_run.COMMAND, recipe)
     assert call(serve_check.COMMAND, recipe, "--python", str(PYTHON)) == 0, capsys.readouterr().err
     found = json.loads((run / "serve" / "report.json").read_text())
