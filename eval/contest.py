@@ -6,9 +6,12 @@ that each can be repeated alone. What is finished is found finished: the same co
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from recipes.schema import Contender, Recipe
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1",
           "--mixed_precision", "no", "--dynamo_backend", "no")
+SAVING = 60.0  # seconds that a stage has to save after SIGTERM
 MOST_EPOCHS = 10_000  # that train.epochs takes
 TIMING = "checkpoints/timing.json"  # of a training, as train/run.py writes it
 Stage = Callable[[list[str]], int]  # runs Python with these arguments; its exit code
@@ -81,8 +85,27 @@ def own_recipe(recipe: Recipe, one: Contender, where: str) -> Recipe:
 
 
 def by_subprocess(arguments: list[str]) -> int:
-    """A stage as a process of its own, whose output is this one's, and which ends where this one is killed."""
-    return subprocess.run([sys.executable, *arguments], preexec_fn=end_with_parent).returncode
+    """A stage as a process of its own, whose output is this one's, and which ends with this one: a launcher passes no
+    signal on, so all that the stage has started is told, and waited for while it saves."""
+    stage = subprocess.Popen([sys.executable, *arguments], preexec_fn=end_with_parent, start_new_session=True)
+    try:
+        return stage.wait()
+    except BaseException:
+        end_group(stage.pid, signal.SIGTERM, SAVING)
+        end_group(stage.pid, signal.SIGKILL, 0.0)
+        raise
+
+
+def end_group(group: int, number: int, seconds: float) -> None:
+    """Sends a signal to every process of a group, and waits so long for all of them to end."""
+    end = time.monotonic() + seconds
+    with suppress(ProcessLookupError):  # nobody is left
+        os.killpg(group, number)
+        while time.monotonic() < end:
+            with suppress(ChildProcessError):
+                os.waitpid(group, os.WNOHANG)  # one that has ended stays in its group until it is asked for
+            os.killpg(group, 0)
+            time.sleep(0.05)
 
 
 class Contest:

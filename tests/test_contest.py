@@ -119,6 +119,20 @@ def test_a_stage_ends_with_the_comparison(tmp_path):
     assert until(lambda: gone(int(path.read_text())), 30)
 
 
+def test_a_stopped_comparison_stops_what_its_launcher_started(tmp_path):
+    """SIGTERM: the stage's own child, to which a launcher passes nothing on, is told and waited for (case 61)."""
+    saving = (f"import os, signal, sys, time; path = {str(tmp_path / 'pid')!r}\n"
+              "def save(*_): time.sleep(0.5); open(path + '.saved', 'w').close(); sys.exit(143)\n"
+              "signal.signal(signal.SIGTERM, save); open(path, 'w').write(str(os.getpid())); time.sleep(600)")
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {saving!r}])"
+    code = ("from eval.contest import by_subprocess; from recipes.launched import stoppable\n"
+            f"with stoppable(): by_subprocess(['-c', {launcher!r}])")
+    parent, path = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT), tmp_path / "pid"
+    assert until(lambda: path.is_file() and path.read_text())
+    parent.terminate()
+    assert parent.wait(60) == 143 and path.with_name("pid.saved").is_file() and gone(int(path.read_text()))
+
+
 @pytest.mark.parametrize("drafters, said", [
     (DRAFTERS[:1], "compare.drafters names 1; name at least two"),
     ([DRAFTERS[0], DRAFTERS[0]], "drafters[1].name = heads: another drafter has it"),
