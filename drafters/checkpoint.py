@@ -21,6 +21,7 @@ from recipes.files import sha256_file, sha256_json, sync_folder, write_json
 FORMAT = "drafthouse.drafter/1"
 WEIGHTS, META = "drafter.safetensors", "drafter.json"
 BEST = "best.json"
+TIMING = "timing.json"  # optimizer steps of the process that ended the run, seconds inside them and in the first
 SUMS, SUMS_FORMAT = "checksums.json", "drafthouse.checksums/1"
 STEP = re.compile(r"step-(\d{6,})")  # the folder of one optimizer step
 MOST_STEPS = 10**12

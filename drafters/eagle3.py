@@ -22,7 +22,7 @@ from drafters.base import Batch, LossOutput, loss_mask, take
 from drafters.head_loss import DraftHead
 from drafters.layers import MOST_LAYERS, GatedMLP, RMSNorm, Shape
 from drafters.propose import ChainSession, UnrollMemory, unroll
-from drafters.unrolled import Aim, Chains, gather, unrolled_loss
+from drafters.unrolled import Aim, Chains, gather, greedy_drafts, unrolled_loss
 from recipes.draft_cost import chain_flops
 from recipes.errors import ConfigError
 from recipes.schema import NonNegativeInt, PositiveInt, opt
@@ -265,9 +265,7 @@ class Eagle3(nn.Module):
 
     def chains(self, batch: Batch, K: int) -> tuple[Tensor, Tensor, Tensor]:
         """Greedy drafts from every position that can start one: tokens [B, P, K], at [B, P], valid [B, P]."""
-        chains = Chains(batch, 1.0, 0)
-        drafted = [self.draft_ids[logits.argmax(-1)] for logits in self.chain_logits(batch, K)]
-        return torch.stack(drafted, dim=-1), chains.at, chains.valid
+        return greedy_drafts(batch, self.draft_ids, self.chain_logits(batch, K))
 
     # --- decoding ---
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from drafters.base import take
 from drafters.cache import RowCache
+from drafters.export import serving
 from drafters.export.plain import write_model
 from drafters.fast_cpu import GROUPED
 from drafters.growth import growth
@@ -173,4 +174,4 @@ def speculation(drafter: StandaloneLM, drafted: int, folder: Path) -> dict[str, 
     """vLLM's speculative_config that drafts the same (`vllm/v1/spec_decode/draft_model.py`, 0.32); the model that it
     loads is written to `folder`. RunError where that is not what drafts here."""
     write_model(drafter.model, folder)
-    return {"method": "draft_model", "model": str(folder.resolve()), "num_speculative_tokens": drafted}
+    return serving.speculation(str(folder.resolve()), drafted, "draft_model")

@@ -24,7 +24,7 @@ from drafters.growth import growth
 from drafters.head_loss import heads_loss
 from drafters.layers import check_sizes
 from drafters.tree import Draft, Plan, planned
-from drafters.unrolled import Aim, Chains, gather, unrolled_loss
+from drafters.unrolled import Aim, Chains, gather, greedy_drafts, unrolled_loss
 from recipes.draft_cost import MedusaSize
 from recipes.errors import ConfigError
 from recipes.model_shape import ModelShape
@@ -169,9 +169,7 @@ class Medusa(nn.Module):
 
     def chains(self, batch: Batch, K: int) -> tuple[Tensor, Tensor, Tensor]:
         """Greedy drafts from every position that can start one: tokens [B, P, K], at [B, P], valid [B, P]."""
-        chains = Chains(batch, 1.0, 0)
-        drafted = [self.draft_ids[logits.argmax(-1)] for logits in self.chain_logits(batch, K)]
-        return torch.stack(drafted, dim=-1), chains.at, chains.valid
+        return greedy_drafts(batch, self.draft_ids, self.chain_logits(batch, K))
 
     # --- decoding ---
 

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from drafters.base import Batch, LossOutput, loss_mask, take
 from drafters.cache import RowCache
+from drafters.export.plain import facing
 from drafters.fast_cpu import GROUPED
 from drafters.head_loss import heads_loss
 from drafters.layer_cut import StandaloneLM
 from drafters.layers import check_sizes
-from drafters.unrolled import Aim, Chains, gather, unrolled_loss
-from drafters.visible import windows_of
+from drafters.unrolled import Aim, Chains, gather, greedy_drafts, unrolled_loss
+from drafters.visible import additive, windows_of
 from recipes.errors import ConfigError
 from recipes.schema import NonNegativeInt, PositiveInt, Share, opt
 
@@ -62,6 +63,11 @@ class Options:
             raise ValueError(f"keep = {self.keep}: must rise; name each layer once, from the first on")
 
     @property
+    def borrows(self) -> bool:
+        """Whether embedding and head are the target's own and stay so."""
+        return not (self.sibling or self.train_vocabulary)
+
+    @property
     def depth(self) -> int:
         """Steps that a position is taught: one, since a chain of more is the model read on."""
         return 1
@@ -78,13 +84,19 @@ class Options:
 
 
 @dataclass
-class Shape:
-    """What drafter.json stores of a drafter: the sizes of its target, and its own config.json."""
+class Sizes:
+    """The whole numbers of Shape."""
 
     vocab_size: int
     draft_vocab_size: int
     target_hidden_size: int
     target_layers: int
+
+
+@dataclass
+class Shape(Sizes):
+    """What drafter.json stores of a drafter: the sizes of its target, and its own config.json."""
+
     config: dict[str, Any]
 
     @classmethod
@@ -100,16 +112,6 @@ class Shape:
     @property
     def max_position_embeddings(self) -> int:
         return self.config["max_position_embeddings"]
-
-
-@dataclass
-class Sizes:
-    """The whole numbers of Shape."""
-
-    vocab_size: int
-    draft_vocab_size: int
-    target_hidden_size: int
-    target_layers: int
 
 
 class SmallLM(StandaloneLM):
@@ -131,21 +133,19 @@ class SmallLM(StandaloneLM):
         if not options.train_vocabulary:
             for name in vocabulary:
                 self.get_parameter(name).requires_grad_(False)
-        self.borrows = not (options.sibling or options.train_vocabulary)
-        own = None if self.borrows else target.head_weight.detach().float().cpu().clone()
+        own = None if options.borrows else target.head_weight.detach().float().cpu().clone()
         self.register_buffer("target_head", own, persistent=False)
         self.register_buffer("d2t", torch.zeros_like(self.draft_ids), persistent=False)
         self.reader = [target] if options.on_policy else []  # in a list: its weights are none of this module's
 
     def vocabulary(self) -> list[str]:
         """Names of the parameters with a row for each token; a head tied to the embedding has none of its own."""
-        facing = {id(self.model.get_input_embeddings().weight), id(self.model.get_output_embeddings().weight)}
-        return [name for name, p in self.named_parameters() if id(p) in facing]
+        return [f"model.{name}" for name in sorted(set(facing(self.model)))]
 
     @property
     def teacher_head(self) -> Tensor:
         """[V, Ht], frozen; the drafter's own head where that is the target's."""
-        return self.model.get_output_embeddings().weight.detach() if self.borrows else self.target_head
+        return self.model.get_output_embeddings().weight.detach() if self.options.borrows else self.target_head
 
     # --- training ---
 
@@ -165,15 +165,8 @@ class SmallLM(StandaloneLM):
         columns = torch.arange(batch.ids.shape[1], device=batch.ids.device)
         back = columns[:, None] - columns  # [S, S] how far behind a query a key lies
         visible = (back >= 0) & (batch.starts[:, :, None] == batch.starts[:, None])
-        return self.additive({kind: visible & (back < window) if window else visible
-                              for kind, window in self.windows.items()})
-
-    def additive(self, visible: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """[B, q, W] of what is seen in each kind of layer as transformers takes it."""
-        least = torch.finfo(self.model.dtype).min
-        found = {kind: torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill_(
-            ~seen, least)[:, None] for kind, seen in visible.items()}
-        return found if len(found) > 1 else next(iter(found.values()))
+        return additive({kind: visible & (back < window) if window else visible
+                         for kind, window in self.windows.items()}, self.model.dtype, self.groups)
 
     def forward(self, batch: Batch, progress: float = 1.0, seed: int = 0) -> LossOutput:
         """Sum of the loss over the supervised positions; `on_policy` of the micro-batches have as many in weight, but
@@ -253,8 +246,8 @@ class SmallLM(StandaloneLM):
 
     def flops(self, tokens: float, worked: Sequence[float]) -> float:
         """Model FLOPs, forward and backward, of reading `tokens` with worked[0] positions of loss."""
-        facing = {self.get_parameter(name) for name in self.vocabulary()}
-        layers = sum(p.numel() for p in self.parameters() if p.dim() > 1 and p not in facing)
+        vocabulary = self.vocabulary()
+        layers = sum(p.numel() for name, p in self.named_parameters() if p.dim() > 1 and name not in vocabulary)
         head = self.model.get_output_embeddings().weight.numel()
         teacher = 2 * self.teacher_head.numel() if self.options.labels != "token" else 0
         return 6 * layers * tokens + ((6 if self.options.train_vocabulary else 4) * head + teacher) * worked[0]
@@ -276,7 +269,8 @@ class SmallLM(StandaloneLM):
             tokens, position = logits.argmax(-1), at + k + 1
             block = torch.arange(S + k * P, S + (k + 1) * P, device=at.device).expand(B, P).contiguous()
             cache.aim(None, block)
-            mask = self.additive({kind: self.beside(at, S, k + 1, window) for kind, window in self.windows.items()})
+            mask = additive({kind: self.beside(at, S, k + 1, window) for kind, window in self.windows.items()},
+                            self.model.dtype, self.groups)
             states = self.model.get_decoder()(input_ids=tokens, attention_mask=mask, position_ids=position, cache=cache,
                                               use_cache=True).last_hidden_state
 
@@ -296,9 +290,7 @@ class SmallLM(StandaloneLM):
 
     def chains(self, batch: Batch, K: int) -> tuple[Tensor, Tensor, Tensor]:
         """Greedy drafts from every position that can start one: tokens [B, P, K], at [B, P], valid [B, P]."""
-        chains = Chains(batch, 1.0, 0)
-        drafted = [logits.argmax(-1) for logits in self.chain_logits(batch, K)]
-        return torch.stack(drafted, dim=-1), chains.at, chains.valid
+        return greedy_drafts(batch, self.draft_ids, self.chain_logits(batch, K))
 
     # --- saving ---
 
@@ -307,6 +299,6 @@ class SmallLM(StandaloneLM):
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint holds: all but what is the target's own, and the vocabulary maps."""
-        borrowed = set(self.vocabulary()) if self.borrows else set()
+        borrowed = set(self.vocabulary()) if self.options.borrows else set()
         own = {name: p for name, p in self.named_parameters() if name not in borrowed}
         return own | {"d2t": self.d2t, "t2d": self.t2d}

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from drafters.export.plain import facing, model_of, skeleton_of
 from drafters.layer_cut import cut
 from drafters.small_lm import Options, Shape, SmallLM
 from recipes.draft_cost import ModelSize
@@ -50,7 +51,7 @@ def from_target(options: Options, target: Any) -> nn.Module:
         raise ConfigError(f"drafter.kind = small_lm: target.model = {section.model} is spread over devices or more "
                           "than a language model; name a small model in drafter.options.sibling")
     borrowed = cut(target.model, target.depth, kept_layers(options, target.depth))
-    model = empty(config_of(borrowed))
+    model = model_of(config_of(borrowed))
     model.load_state_dict({name: t.float().cpu() for name, t in borrowed.state_dict().items()})
     return model
 
@@ -71,16 +72,6 @@ def from_sibling(name: str, target: Any) -> nn.Module:
         raise ConfigError(f"{field}: has {model.config.vocab_size} rows of vocabulary, the target {target.vocab_size}; "
                           "engines want as many")
     return model
-
-
-def empty(config: dict[str, Any]) -> nn.Module:
-    """A model of this config.json in float32 on the CPU. ConfigError where transformers has none, or its code would be
-    somebody else's."""
-    try:
-        known = AutoConfig.for_model(**config)
-        return AutoModelForCausalLM.from_config(known, trust_remote_code=False).float()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"shape.config: no language model that transformers knows: {error!r:.200}") from None
 
 
 def build(options: Options, target: Any, counts: dict[int, int], seed: int) -> SmallLM:
@@ -104,19 +95,16 @@ def load(options: Options, shape: dict[str, Any], layers: list[int], tensors: di
     if (own.vocab_size, own.target_hidden_size) != (target.vocab_size, target.hidden):
         raise ConfigError(f"the drafter is for a target with vocabulary {own.vocab_size} and hidden size "
                           f"{own.target_hidden_size}; this target has {target.vocab_size} and {target.hidden}")
-    with torch.device("meta"):  # a config must not make room for more than the file holds
-        skeleton = empty(own.config)
+    skeleton = skeleton_of(own.config)  # a config must not make room for more than the file holds
     sizes = {f"model.{name}": tuple(p.shape) for name, p in skeleton.named_parameters()}
-    facing = {id(skeleton.get_input_embeddings().weight): target.embedding,
-              id(skeleton.get_output_embeddings().weight): target.head_weight}
-    lent = {f"model.{name}": facing[id(p)] for name, p in skeleton.named_parameters() if id(p) in facing
-            and not (options.sibling or options.train_vocabulary)}
+    names = [f"model.{name}" for name in facing(skeleton)]
+    lent = dict(zip(names, (target.embedding, target.head_weight))) if options.borrows else {}
     given = {name: t.float().cpu() for name, t in lent.items()} | tensors
     found = {name: tuple(t.shape) for name, t in given.items()}
     if sizes != found or lent.keys() & tensors.keys():
         wrong = sorted(set(sizes.items()) ^ set(found.items())) or sorted(lent.keys() & tensors.keys())
         raise ConfigError(f"the checkpoint's tensors do not fit the drafter: {wrong[:4]}")
-    model = empty(own.config)
+    model = model_of(own.config)
     drafter = SmallLM(options, own, model, target)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
@@ -133,4 +121,5 @@ def cost(options: Options, shape: ModelShape, config: dict[str, Any], taps: int)
     a, H = shape.attention, shape.hidden
     dim = a.cached // (2 * a.kv_heads) if a.kv_heads else H // a.heads
     return ModelSize(H, H, 0, a.heads, a.kv_heads or a.heads, dim, config["intermediate_size"], shape.vocab,
-                     shape.vocab, train_head=options.train_vocabulary, layers=len(kept_layers(options, shape.layers)))
+                     shape.vocab, train_head=options.train_vocabulary, layers=len(kept_layers(options, shape.layers)),
+                     tables=1 if config.get("tie_word_embeddings") else 2)

@@ -54,6 +54,13 @@ class Chains:
         return index
 
 
+def greedy_drafts(batch: Batch, draft_ids: Tensor, logits: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Greedy drafts from every position that can start one, by the logits [B, P, D] of their steps: tokens [B, P, K],
+    at [B, P], valid [B, P]. draft_ids [D]: target ids."""
+    chains = Chains(batch, 1.0, 0)
+    return torch.stack([draft_ids[step.argmax(-1)] for step in logits], dim=-1), chains.at, chains.valid
+
+
 @dataclass
 class Steps:
     """All steps that carry loss, those of a chain together, in order."""

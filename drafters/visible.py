@@ -97,10 +97,15 @@ def masks(windows: dict[str, int], positions: Tensor, width: int | None, branche
     if branches is not None:
         visible = along_branches(branches, places, positions.shape[1])
         places = places.expand(len(positions), -1).scatter(1, branches.block, branches.places)
+    return additive({kind: visible & (places[:, None] > positions[..., None] - window) if window else visible
+                     for kind, window in windows.items()}, dtype, fold)
+
+
+def additive(visible: dict[str, Tensor], dtype: torch.dtype, fold: int) -> Tensor | dict[str, Tensor]:
+    """Masks of what is seen [B, q, W] in each kind of layer; see `masks`."""
     found = {}
-    for kind, window in windows.items():
-        near = visible & (places[:, None] > positions[..., None] - window) if window else visible
-        mask = torch.zeros(near.shape, dtype=dtype, device=positions.device)
+    for kind, near in visible.items():
+        mask = torch.zeros(near.shape, dtype=dtype, device=near.device)
         mask = mask.masked_fill_(~near, torch.finfo(dtype).min)[:, None]
         found[kind] = fold_mask(mask, fold) if fold > 1 else mask
     return found if len(found) > 1 else next(iter(found.values()))

@@ -16,7 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from data.batching import plan_for
 from data.reader import open_rows
+from drafters.checkpoint import TIMING
 from drafters.registry import entry, options_of
 from recipes.cli import run_folder
 from recipes.errors import ConfigError, RunError
@@ -30,7 +32,6 @@ LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1",
           "--mixed_precision", "no", "--dynamo_backend", "no")
 SAVING = 60.0  # seconds that a stage has to save after SIGTERM
 MOST_EPOCHS = 10_000  # that train.epochs takes
-TIMING = "checkpoints/timing.json"  # of a training, as train/run.py writes it
 Stage = Callable[[list[str]], int]  # runs Python with these arguments; its exit code
 
 
@@ -122,9 +123,7 @@ class Contest:
         """Traces once, then each drafter's training and evaluation. RunError where a stage fails."""
         with written(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        base = asdict(self.recipe)
-        del base["compare"]
-        self.do("the traces of all", ["-m", "data.collect"], parse_into(Recipe, base, "compare"), "traces")
+        self.do("the traces of all", ["-m", "data.collect"], self.recipe, "traces")
         for one in self.entrants:
             if one.trained:
                 self.train(one)
@@ -149,9 +148,8 @@ class Contest:
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if known.get("key") == key:
             return known["epochs"]
-        train = one.recipe.train
-        rows = len(open_rows(one.recipe.trace, one.run).split("train"))
-        in_epoch = -(-rows // (train.batch_rows * train.accumulation))
+        train, rows = one.recipe.train, open_rows(one.recipe.trace, one.run)
+        in_epoch = plan_for(rows, train.batch_rows, 1, train.accumulation, train.seed).steps_per_epoch
         probe = parse_into(Recipe, asdict(one.recipe) | {"name": f"{one.recipe.name}-probe"}, "compare")
         probe.train.epochs, probe.train.tracker = section.probe_steps / in_epoch, "none"
         probe.train.warmup_steps = min(train.warmup_steps, section.probe_steps - 1)
@@ -163,14 +161,14 @@ class Contest:
             raise RunError(f"{probe_run}: was trained before it was timed; delete this folder and run again")
         each = (found["seconds"] - found["first"]) / (found["steps"] - 1)  # the first one makes room and compiles
         steps = max(1, int(min(60 * section.minutes / each, MOST_EPOCHS * in_epoch)))
-        write_json(path, {"key": key, "epochs": steps / in_epoch, "steps": steps, "rows": rows, "seconds_a_step": each})
+        write_json(path, {"key": key, "epochs": steps / in_epoch, "steps": steps, "seconds_a_step": each})
         return steps / in_epoch
 
     def do(self, what: str, command: list[str], recipe: Recipe, name: str) -> None:
         """Runs a stage on a recipe, which is written to compare/<name>.yaml first. RunError where it fails."""
         path = self.folder / f"{name}.yaml"
         values = asdict(recipe)
-        values.pop("compare", None)
+        del values["compare"]
         write_text(path, dump_values(values))
         self.say(f"compare: {what}")
         code = self.stage([*command, "--config", str(path)])
@@ -183,7 +181,7 @@ class Contest:
 
 def timing(run: Path) -> dict[str, float]:
     """Optimizer steps of a training and the seconds inside them; empty where they were not noted."""
-    path = run / TIMING
+    path = run / "checkpoints" / TIMING
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 

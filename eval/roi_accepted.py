@@ -14,7 +14,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from eval import roi_refuse as refuse
 from eval.figures import UNBOUNDED
 from eval.roi_files import Steps
-from eval.roi_names import OWN_WEIGHTS, draft_of, kind_of
+from eval.roi_names import EAGLES, OWN_WEIGHTS, draft_of, kind_of
 from eval.roi_refuse import Conditions
 from eval.roi_validate import read_json
 from recipes.draft_cost import DraftSize
@@ -26,7 +26,6 @@ from recipes.schema import opt
 from recipes.speculation import Draft
 
 ACCEPTANCE = "drafthouse.acceptance/1"
-EAGLES = ("eagle3", "parallel")  # kinds of the same layers, taps and draft vocabulary
 FEWEST_DRAFTS = 30  # of a context bucket that counts as measured
 
 

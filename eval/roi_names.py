@@ -21,6 +21,7 @@ ALIASES = {  # kind: what others call it, letters and digits only
     "lookup": "lookup ngram promptlookup pld suffix suffixdecoding",
     "none": "none ar autoregressive plain vanilla baseline nospeculation",
 }
+EAGLES = ("eagle3", "parallel")  # kinds of the same layers, taps and draft vocabulary
 OWN_WEIGHTS = ("medusa", "small_lm")  # kinds without sizes in a file whose weights have bits of their own
 KIND_OF = {word: kind for kind, words in ALIASES.items() for word in words.split()}
 
@@ -67,14 +68,13 @@ def draft_of(name: str, shape: ModelShape, models: dict[str, Any] | None = None,
     heads as in Draft. EAGLE of the first two papers reads one state and scores the whole vocabulary. ConfigError for
     neither."""
     kind = kind_of(name)
-    if kind in ("eagle3", "parallel"):
+    if kind in EAGLES:
         return Draft(kind, eagle_size(shape, draft_vocab=vocab or DRAFT_VOCAB, layers=layers or 1))
     if kind == "eagle":
         return Draft("eagle3", eagle_size(shape, taps=1, draft_vocab=shape.vocab))
-    if kind == "small_lm":  # weights of its own, unlike a layer_cut's
-        return Draft("model", model=some_layers(shape, layers or max(1, shape.layers // 3)))
-    if kind == "layer_cut":
-        return Draft(kind, layers=layers or max(1, shape.layers // 3))
+    if kind in ("layer_cut", "small_lm"):  # the second has weights of its own
+        count = layers or max(1, shape.layers // 3)
+        return Draft(kind, layers=count) if kind == "layer_cut" else Draft("model", model=some_layers(shape, count))
     if kind == "medusa":
         return Draft(kind, vocab=vocab, blocks=blocks)
     if kind in KINDS and kind != "model":

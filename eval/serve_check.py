@@ -139,9 +139,8 @@ def exports(recipe: Recipe, folder: Path, wanted: Expected, fingerprint: dict[st
     return found
 
 
-def without_export(recipe: Recipe, folder: Path, wanted: Expected, target: Target, ranks: int) -> list[Served]:
+def without_export(recipe: Recipe, folder: Path, wanted: Expected, target: Target) -> list[Served]:
     """A drafter that needs no training, by vLLM's own method. What the engine has to load is written beside the report.
-    ranks: GPUs that an engine shares its target among, and so its draft model.
 
     ConfigError where vLLM would draft otherwise; RunError where the report is of another drafter.
     """
@@ -150,9 +149,7 @@ def without_export(recipe: Recipe, folder: Path, wanted: Expected, target: Targe
         raise RunError(f"{folder / 'eval' / 'report.json'}: of another drafter than the recipe's, or evaluated with "
                        "other settings; run `make eval`")
     told = entry(recipe.drafter.kind).code.speculation(opened.drafter, wanted.drafted, place)
-    loads = "model" in told
-    return [Served(told["method"], told | ({"draft_tensor_parallel_size": ranks} if loads else {}), recipe.target.dtype,
-                   place if loads else None)]
+    return [Served(told["method"], told, recipe.target.dtype, place if "model" in told else None)]
 
 
 def first_difference(ids: list[str], ours: list[list[int]], theirs: list[list[int]]) -> dict[str, Any] | None:
@@ -201,7 +198,7 @@ def prepared(recipe: Recipe, options: Options, folder: Path) -> tuple[Job, Expec
     if entry(recipe.drafter.kind).trained:
         found = exports(recipe, folder, wanted, target.fingerprint())
     else:
-        found = without_export(recipe, folder, wanted, target, options.engine.get("tensor_parallel_size", 1))
+        found = without_export(recipe, folder, wanted, target)
     for one in found:
         one.check_path()
     job = job_for(target, wanted.ids, wanted.max_tokens, wanted.drafted, options.engine)

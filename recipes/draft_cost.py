@@ -150,6 +150,8 @@ class ModelSize(DraftSize):
     """A standalone language model (drafters/small_lm.py) in the same terms: every position passes all its layers, loss
     is taken at depth 0 alone, over the whole vocabulary. `train_head`: its embedding and head are trained too."""
 
+    tables: int = 2  # embedding and head, 1 where they are tied
+
     fuse = block = 0
 
     @property
@@ -158,7 +160,7 @@ class ModelSize(DraftSize):
 
     @property
     def parameters(self) -> int:
-        return self.every + (1 + 2 * self.layers) * self.hidden + 2 * self.head * self.train_head
+        return self.exported("plain") - self.tables * self.head * (not self.train_head)
 
     @property
     def trained(self) -> int:
@@ -167,13 +169,13 @@ class ModelSize(DraftSize):
     @property
     def borrowed(self) -> int:
         """The target's head, which teaches, and the embedding and the head that are its own, where they stay so."""
-        return self.teacher + 2 * self.head * (not self.train_head)
+        return self.teacher + self.tables * self.head * (not self.train_head)
 
     def moved(self, depth: int) -> int:
-        return self.parameters + 2 * self.head
+        return self.parameters + 2 * self.head  # the head, and the one that teaches
 
     def exported(self, layout: str) -> int:
-        return self.every + (1 + 2 * self.layers) * self.hidden + 2 * self.head
+        return self.every + (1 + 2 * self.layers) * self.hidden + self.tables * self.head
 
 
 def worked(spans: list[float], depth: int, share: float = 1.0, floor: float = 0.0) -> list[float]:

@@ -60,8 +60,7 @@ def engine(monkeypatch):
 
 def says(base, **more) -> None:
     told = {"lookup": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
-            "layer_cut": {"method": "draft_model", "model": str(base.run / "serve" / "drafter"),
-                          "draft_tensor_parallel_size": 1}}[base.kind]
+            "layer_cut": {"method": "draft_model", "model": str(base.run / "serve" / "drafter")}}[base.kind]
     (base.model / "engine.json").write_text(json.dumps(base.right | {"told": told} | more))
 
 

@@ -25,13 +25,8 @@ from recipes.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_target(tmp_path_factory.mktemp("small") / "target")
-
-
-@pytest.fixture(scope="module")
-def target(folder):
-    return load_target(folder, "float32", LAYERS)
+def target(tmp_path_factory):
+    return load_target(write_target(tmp_path_factory.mktemp("small") / "target"), "float32", LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +210,7 @@ def test_a_drafter_is_drawn_from_at_temperature_one(target):
     assert float((found - expected).abs().sum() / 2) < 0.05
 
 
-def test_saved_and_loaded_it_is_the_same(target, rows, tmp_path):
+def test_saved_and_loaded_it_is_the_same(target, rows):
     """A vocabulary that is the target's own is in no checkpoint (case 46); tensors bit for bit."""
     for options in ({"layers": 2}, {"layers": 2, "train_vocabulary": True}):
         drafter = made(target, **options)
@@ -248,7 +243,7 @@ def test_damaged_checkpoints_are_refused(target, change, said):
         load(drafter.options, shape, [], tensors, target)
 
 
-def test_a_sibling_is_taken_as_it_is(target, folder, tmp_path):
+def test_a_sibling_is_taken_as_it_is(target, tmp_path):
     """Also of another width; its own vocabulary is saved, though it is not trained. One of another tokenizer, another
     vocabulary, or that is none, is refused."""
     def written(name: str, size: int = V) -> str:

@@ -16,6 +16,7 @@ from tiny_trainer import assert_resumes, trained_parameters, trainer_base, train
 from transformers import AutoModelForCausalLM
 
 from drafters import checkpoint
+from drafters.export.small_lm import from_plain
 from drafters.export.write import check_folder
 from eval import doctor, ship
 from eval import plan as planning
@@ -118,6 +119,15 @@ def test_train_export_eval_and_doctor_from_end_to_end(trained, capsys):
     assert "name that folder in drafter.options.sibling" in capsys.readouterr().err
 
 
+def test_an_export_says_which_layers_it_began_as(trained):
+    """Another `keep` there is another drafter: what `drafter.path` opens has the trained one's options."""
+    out = trained.parent / "runs" / "tiny" / "export" / "plain"
+    assert call(ship.COMMAND, trained) == 0
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    config["drafthouse"]["options"] |= {"layers": 0, "keep": [1, 4]}
+    assert from_plain(config, tensors).options["keep"] == [1, 4]
+
+
 @pytest.mark.parametrize("name, change, said", [
     ("config.json", lambda c: c.pop("torch_dtype"), "dtype"),
     ("config.json", lambda c: c.update(architectures=["Other"]), "must name a causal language model"),
@@ -150,14 +160,20 @@ def test_damaged_exports_are_refused(trained, tmp_path, name, change, said):
     assert said in str(error.value)
 
 
-def test_plan_knows_its_sizes(trained, capsys):
-    """Parameters of the plan are those of the checkpoint."""
+def test_plan_knows_its_sizes(trained):
+    """Numbers of the plan are those of checkpoint and export; a tied head is no second table."""
     recipe = load_recipe(trained)
+    assert call(ship.COMMAND, trained) == 0
     config = planning.read_config(recipe)
     size = planning.draft_size(recipe, planning.shape_of(config, "x"), config)
     run = trained.parent / "runs" / "tiny"
     best = load_file(checkpoint.best(run / "checkpoints") / checkpoint.WEIGHTS)
+    exported = load_file(run / "export" / "plain" / "model.safetensors")
+    assert size.exported("plain") == sum(t.numel() for t in exported.values())
     assert size.trained == sum(t.numel() for name, t in best.items() if name not in ("d2t", "t2d"))
+    tied = planning.draft_size(recipe, planning.shape_of(config, "x"), config | {"tie_word_embeddings": True})
+    assert size.exported("plain") - tied.exported("plain") == size.borrowed - tied.borrowed == size.head
+    assert tied.trained == size.trained
 
 
 @pytest.mark.slow

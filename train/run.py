@@ -19,6 +19,7 @@ from data.reader import RowReader, open_rows, with_states
 from data.remoterows import RemoteRows
 from data.settings import check_recipe
 from data.store import TraceReader
+from drafters.checkpoint import TIMING
 from drafters.initial import begin
 from drafters.placement import on_one_process
 from drafters.registry import check_taps, options_of, require_training
@@ -34,9 +35,6 @@ from train import optim
 from train.checkpoints import Progress, together
 from train.launch import start
 from train.loop import Trainer
-
-# Optimizer steps of the process that ended the run, the seconds inside them, and those of the first.
-TIMING = "checkpoints/timing.json"
 
 
 def check_target(reader: RowReader, target: Target) -> None:
@@ -186,7 +184,8 @@ def work(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
         progress = trainer.progress
         write_json(folder / "checkpoints" / "curve.json", progress.curve)
         if trainer.steps:
-            write_json(folder / TIMING, {"steps": trainer.steps, "seconds": trainer.seconds, "first": trainer.first})
+            write_json(folder / "checkpoints" / TIMING,
+                       {"steps": trainer.steps, "seconds": trainer.seconds, "first": trainer.first})
         print(f"trained: {progress.step} steps, {progress.tokens} tokens, {progress.skipped} steps without loss; "
               f"best replayed acceptance length {progress.best_length:.3f} at step {progress.best_step}"
               + (f", {progress.curve[0]['mean_length']:.3f} before the first" if begun.origin else ""))

@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from drafters.export.check import UNSUPPORTED, read_config, stray_files
 from drafters.export.foreign import Imported
 from drafters.export.foreign_values import mapping, target_of
 from drafters.export.native import DTYPES, FORMAT
+from drafters.export.plain import facing, skeleton_of
 from drafters.export.tensor_check import is_size
+from drafters.registry import options_of
 from recipes.errors import ConfigError
 
 PLAIN = "plain"
 START = "model."  # of a checkpoint's names, before those of transformers
-STRUCTURE = ("sibling", "layers", "pick", "train_vocabulary")  # options that say what the model is
+STRUCTURE = ("sibling", "layers", "pick", "keep", "train_vocabulary")  # options that say what the model is
 SIZES = ("vocab_size", "draft_vocab_size", "target_hidden_size", "target_layers")
 PRECISION = ("dtype", "torch_dtype")  # keys of config.json; older readers know the second
 
@@ -44,11 +45,6 @@ def check_meta(meta: dict[str, Any]) -> None:
         raise ConfigError(f"drafter.json: {'; '.join(wrong)}; export a checkpoint that the trainer wrote")
 
 
-def borrows(options: dict[str, Any]) -> bool:
-    """Whether embedding and head are the target's own, and so in no checkpoint."""
-    return not (options.get("sibling") or options.get("train_vocabulary"))
-
-
 def plain_config(meta: dict[str, Any], dtype: str) -> dict[str, Any]:
     """config.json: the model's own, its precision, and the section that ties it to its target, which engines skip."""
     if dtype not in DTYPES:
@@ -59,31 +55,16 @@ def plain_config(meta: dict[str, Any], dtype: str) -> dict[str, Any]:
     return meta["shape"]["config"] | dict.fromkeys(PRECISION, dtype) | {"drafthouse": ours}
 
 
-def skeleton_of(config: dict[str, Any]) -> nn.Module:
-    """The model of a config.json without numbers. ConfigError where transformers has none of its own."""
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_keys(config)), trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ConfigError(f"config.json: no language model that transformers knows: {error!r:.200}") from None
-
-
 def model_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Those of config.json that are the model's own."""
     return {key: value for key, value in config.items() if key not in ("drafthouse", *PRECISION)}
-
-
-def facing(skeleton: nn.Module) -> tuple[str, str]:
-    """Names of the embedding and the head; one and the same where they are tied."""
-    known = {id(p): name for name, p in skeleton.named_parameters()}
-    return known[id(skeleton.get_input_embeddings().weight)], known[id(skeleton.get_output_embeddings().weight)]
 
 
 def plain_tensors(state: dict[str, Tensor], meta: dict[str, Any], dtype: str, embedding: Tensor | None,
                   head: Tensor | None) -> dict[str, Tensor]:
     """Tensors as transformers names them; embedding, head [V, H]: the target's, which a drafter may have borrowed."""
     named = {name.removeprefix(START): t for name, t in state.items() if name.startswith(START)}
-    if borrows(meta["options"]):
+    if options_of("small_lm", meta["options"]).borrows:
         first, last = facing(skeleton_of(meta["shape"]["config"]))
         named |= {last: head, first: embedding}
     return {name: t.detach().cpu().to(DTYPES[dtype]).contiguous().clone() for name, t in named.items()}
@@ -102,8 +83,8 @@ def from_plain(config: dict[str, Any], tensors: dict[str, Tensor]) -> Imported:
     check_meta(meta)
     V, named = shape["vocab_size"], {START + name: t for name, t in tensors.items()}
     table = carried = None
-    if borrows(options):
-        first, last = facing(skeleton_of(config))
+    if options_of("small_lm", options).borrows:
+        first, last = facing(skeleton_of(model_keys(config)))
         if {first, last} - tensors.keys():
             raise ConfigError(f"model.safetensors: {first} or {last} missing; restore the file")
         table, carried = tensors[first], tensors[last]
@@ -167,13 +148,13 @@ def violations(folder: Path) -> Iterator[str]:
         return
     yield from stray_files(folder)
     try:
-        from_plain(config, {name: torch.empty(0) for name in facing(skeleton_of(config))})
+        from_plain(config, {name: torch.empty(0) for name in facing(skeleton_of(model_keys(config)))})
     except ConfigError as error:
         yield str(error)
         return
     if config.get("vocab_size") != config["drafthouse"]["shape"]["vocab_size"]:
         yield f"config.json: vocab_size = {config.get('vocab_size')!r}: engines want the target's"
-    yield from tensor_violations(folder / "model.safetensors", skeleton_of(config), DTYPES.get(dtype))
+    yield from tensor_violations(folder / "model.safetensors", skeleton_of(model_keys(config)), DTYPES.get(dtype))
 
 
 def tensor_violations(path: Path, skeleton: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
